@@ -114,6 +114,13 @@ def taught(
     return replace(raw, teacher_tokens=ids.astype(np.int32), teacher_logprobs=logprobs)
 
 
+def judged(raw: RawRollout, rng: np.random.Generator) -> RawRollout:
+    """`raw` with random returns, and old values on both sides of a clip."""
+    length = num_response_tokens(raw)
+    returns, old = rng.normal(size=(2, length)).astype(np.float32)
+    return replace(raw, returns=returns, old_values=old / 2)
+
+
 def random_groups(
     rng: np.random.Generator,
     *,
@@ -128,11 +135,13 @@ def random_groups(
     temperatures: Sequence[float] = (1.0,),
     policy_version: int | None = None,
     num_teacher_tokens: int = 0,
+    with_returns: bool = False,
 ) -> list[RawGroup]:
     """Groups of `kinds` in turn; all but the bare ones begin with one system prompt.
 
     A group has one of `temperatures`, in turn. Some token of each kind is trained. With
-    `num_teacher_tokens` every rollout has a teacher of its own.
+    `num_teacher_tokens` every rollout has a teacher of its own, with `with_returns` what a critic
+    is trained on.
     """
     system = rng.integers(0, vocab_size, max(1, max_prompt // 2))
     groups: list[RawGroup] = []
@@ -157,6 +166,8 @@ def random_groups(
         ]
         if num_teacher_tokens:
             rollouts = [taught(raw, rng, num_teacher_tokens, vocab_size) for raw in rollouts]
+        if with_returns:
+            rollouts = [judged(raw, rng) for raw in rollouts]
         groups.append(group(prompt, rollouts, f"{kind}-{g}"))
     return groups
 

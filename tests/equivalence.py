@@ -57,6 +57,8 @@ def _path(batch: RolloutBatch, group: int, sequence: int) -> Path:
         kept=_kept(batch, slice(start, stop)),
         teacher_tokens=None if tokens_JK is None else tokens_JK[start:stop].astype(np.int64),
         teacher=column(batch.teacher_logprobs),
+        returns=column(batch.returns),
+        old_values=column(batch.old_values),
     )
 
 

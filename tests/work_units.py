@@ -40,6 +40,7 @@ FORKED_RANKS = tuple(
     for name in (
         *("distillation", "load_balance", "muon", "only_backward", "ranks", "ranks_dropped"),
         *("ranks_lost", "route_replay", "router_reports", "sampling_masks", "sequence_ranks"),
+        "value_loss",
     )
 )
 RECORDED_LIFE = tuple(f"tests/durability/test_{name}.py" for name in ("power_cut", "torn_files"))

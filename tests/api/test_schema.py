@@ -138,7 +138,8 @@ def test_plain_lists_are_taken_where_the_contract_says_so() -> None:
         if list_dtype(field)
     }
     floats = (
-        "sampler_logprobs", "old_logprobs", "reference_logprobs", "advantages", "token_weights"
+        "sampler_logprobs", "old_logprobs", "reference_logprobs", "advantages", "token_weights",
+        "returns", "old_values",
     )  # fmt: skip
     assert lists == {
         ("SamplingMask", "token_ids"): "int32",

@@ -38,12 +38,14 @@ def load(
     compile_layers: bool = False,
     deterministic: bool = True,
     device: str = "cpu",
+    value_head: bool = False,
 ) -> PolicyModel:
     spec = ModelSpec(
         base=FolderBase(folder=str(base)) if isinstance(base, Path) else base,
         tuning=tuning,
         dtype=dtype,
         seed=seed,
+        value_head=value_head,
     )
     host = read_model(spec, keep_reference=keep_reference, publishes_merged=publishes_merged)
     return host.place(

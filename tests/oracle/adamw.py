@@ -81,12 +81,15 @@ class OracleTrainer:
             else:
                 rows = hf.distributions(self.model, counted.path)
                 found = hf.of_distributions(rows, counted.path)
-            sums = path_loss(counted, loss, *found, rows)
+            values = None
+            if loss.value_coefficient is not None:
+                values = hf.values(self.model, counted.path)
+            sums = path_loss(counted, loss, *found, rows, values)
             sums.total.backward()
             is_run = has_gradient(counted, loss)
             weight = 1.0 if loss.token_weight == "per_sequence" else float(counted.own.sum())
-            values = (sums.total, sums.policy_gradient, sums.kl, sums.entropy * is_run)
-            for slot, value in enumerate(values):
+            figures = (sums.total, sums.policy_gradient, sums.kl, sums.entropy * is_run)
+            for slot, value in enumerate(figures):
                 totals[slot] += value.item()
             totals[4] += weight * is_run
         self._counters = self._counters + counters

@@ -100,7 +100,7 @@ def _group_advantages(rewards: list[float], kind: str) -> list[float]:
 def _advantages(paths: list[Path], loss: OracleLoss) -> list[NDArray[np.float64]]:
     """The advantage of every response token of each path."""
     out = [np.zeros(len(path.response)) for path in paths]
-    if loss.kind in ("cross_entropy", "distillation"):
+    if loss.kind in ("cross_entropy", "distillation", "value"):
         return out
     if loss.advantage == "given":
         return [_present(path.advantages) for path in paths]
@@ -184,7 +184,8 @@ def _of_most_entropy(remaining: list[Counted], loss: OracleLoss) -> list[Counted
 
 def has_gradient(counted: Counted, loss: OracleLoss) -> bool:
     """Whether some term of the path is more than zero times something."""
-    if loss.kl is not None or loss.divergence is not None or loss.entropy_coefficient != 0:
+    terms = loss.kl, loss.divergence, loss.value_coefficient
+    if terms != (None, None, None) or loss.entropy_coefficient != 0:
         return True
     factors = counted.advantages
     if loss.kind == "cross_entropy":

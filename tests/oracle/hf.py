@@ -17,6 +17,7 @@ from typing import Any, cast
 from unittest import mock
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -102,6 +103,35 @@ def distributions(model: nn.Module, path: Path) -> Tensor:
     predicting = torch.arange(len(path.prompt) - 1, len(ids) - 1).clamp(min=0)
     rows = logits_TV[predicting].to(torch.float64) / path.temperature
     return torch.log_softmax(rows, dim=-1)
+
+
+def values(model: nn.Module, path: Path) -> Tensor:
+    """What `model.value_head` says of the state that each response token is sampled in, [R].
+
+    That of token t is made of the hidden state of the token before it; R is not 0. With an empty
+    prompt there is none for t = 0: the second's stands in its place.
+    """
+    ids = torch.as_tensor(path.tokens, dtype=torch.int64)
+    with precision_of(model), _forced(model, path):
+        output = model(input_ids=ids[None], use_cache=False, output_hidden_states=True)
+    predicting = torch.arange(len(path.prompt) - 1, len(ids) - 1).clamp(min=0)
+    return head_of(model)(output.hidden_states[-1][0, predicting])[:, 0].double()
+
+
+def add_value_head(model: nn.Module, file: FilePath) -> None:
+    """Put the value head of a file on the model, with an adapter or without."""
+    owner = cast(Any, model.get_base_model() if hasattr(model, "get_base_model") else model)
+    stored = load_file(file)
+    like = next(model.parameters())
+    owner.value_head = nn.Linear(stored["value_head.weight"].shape[1], 1, dtype=like.dtype)
+    owner.value_head.load_state_dict({n.rpartition(".")[2]: t for n, t in stored.items()})
+
+
+def head_of(model: nn.Module) -> nn.Module:
+    """The value head of a model, with an adapter or without."""
+    return cast(
+        Any, model.get_base_model() if hasattr(model, "get_base_model") else model
+    ).value_head
 
 
 def of_distributions(rows: Tensor, path: Path) -> tuple[Tensor, Tensor]:

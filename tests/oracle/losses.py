@@ -69,7 +69,7 @@ def _clipped(ratio: Tensor, advantage: Tensor, loss: OracleLoss) -> Tensor:
 def _policy_gradient(counted: Counted, loss: OracleLoss, logp: Tensor) -> Tensor:
     """Per-token policy-gradient terms, float64 [R]; those of untrained tokens mean nothing."""
     advantage = torch.as_tensor(counted.advantages)
-    if loss.kind == "distillation":
+    if loss.kind in ("distillation", "value"):
         return torch.zeros_like(logp)
     if loss.kind == "cross_entropy":
         weights = counted.path.weights
@@ -165,15 +165,30 @@ def divergence(counted: Counted, loss: OracleLoss, rows: Tensor) -> Tensor:
     return loss.beta * kl(q, mixture) + (1 - loss.beta) * kl(p, mixture)
 
 
+def value_error(counted: Counted, loss: OracleLoss, values: Tensor) -> Tensor:
+    """PPO's value loss at each response token, float64 [R], clipped as in openai/baselines."""
+    assert counted.path.returns is not None
+    returns = torch.as_tensor(counted.path.returns)
+    error = (values - returns) ** 2
+    if loss.value_clip is None:
+        return error / 2
+    assert counted.path.old_values is not None
+    old = torch.as_tensor(counted.path.old_values)
+    moved = old + torch.clamp(values - old, -loss.value_clip, loss.value_clip)
+    return torch.maximum(error, (moved - returns) ** 2) / 2
+
+
 def path_loss(
     counted: Counted,
     loss: OracleLoss,
     logp: Tensor,
     entropy: Tensor,
     rows: Tensor | None = None,
+    values: Tensor | None = None,
 ) -> LossSums:
     """The sums of one path. `logp`, `entropy`: float64 [R] of the current model, with gradient;
-    `rows`: its log-probs of the vocabulary, [R, V], for a loss with a teacher."""
+    `rows`: its log-probs of the vocabulary, [R, V], for a loss with a teacher; `values`: those of
+    its value head, [R], for a critic's."""
     own = torch.as_tensor(counted.own)
     share = 1.0 / int(own.sum()) if loss.token_weight == "per_sequence" else 1.0
     terms = _policy_gradient(counted, loss, logp)[own].sum() * share
@@ -191,4 +206,8 @@ def path_loss(
         assert rows is not None
         apart = divergence(counted, loss, rows)[own].sum() * share
         total = total + loss.divergence_coefficient * apart
+    if loss.value_coefficient is not None:
+        assert values is not None
+        wrong = value_error(counted, loss, values)[own].sum() * share
+        total = total + loss.value_coefficient * wrong
     return LossSums(total=total, policy_gradient=terms, kl=kl, entropy=bonus)

@@ -52,7 +52,7 @@ def _term(
     weight: float,
 ) -> float:
     advantage = float(counted.advantages[token])
-    if loss.kind == "distillation":
+    if loss.kind in ("distillation", "value"):
         return 0.0
     if loss.kind == "cross_entropy":
         weights = counted.path.weights

@@ -41,6 +41,9 @@ class Path:
     # A teacher's tokens, int64 [R, K], and its log-probs of them, float64 [R, K].
     teacher_tokens: NDArray[np.int64] | None = None
     teacher: NDArray[np.float64] | None = None
+    # What a critic is to say at each response token, and has said, float64 [R].
+    returns: NDArray[np.float64] | None = None
+    old_values: NDArray[np.float64] | None = None
 
     @property
     def tokens(self) -> NDArray[np.int64]:
@@ -109,6 +112,9 @@ class OracleLoss:
     divergence: str | None = None
     divergence_coefficient: float = 1.0
     beta: float = 0.5
+    # The factor of a critic's loss, and its clip; None: there is none.
+    value_coefficient: float | None = None
+    value_clip: float | None = None
 
 
 # kind: clip_low, clip_high, token_weight, divide_by, advantage, old log-probs.
@@ -126,6 +132,7 @@ _DEFAULTS = {
     "reinforce": (0.0, 0.0, "per_token", "none", "group_mean_std", "none"),
     "cross_entropy": (0.0, 0.0, "per_token", "tokens", "none", "none"),
     "distillation": (0.0, 0.0, "per_token", "tokens", "none", "none"),
+    "value": (0.0, 0.0, "per_token", "tokens", "none", "none"),
 }
 
 

@@ -61,6 +61,17 @@ def published(model: PolicyModel, folder: Path, seed: int) -> Weights:
     return weights_of(model, folder, seed)
 
 
+def test_a_critic_is_sampled_from_as_a_policy_without_a_head(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "base", "qwen3")
+    answers: list[list[list[SampledSequence]]] = []
+    for has_head in (False, True):
+        policy = load(folder, dtype=ModelDtype.FLOAT32, value_head=has_head)
+        version = published(policy, tmp_path / str(has_head), 1)
+        model = SampledModel(policy.spec, tmp_path, CPU)
+        answers.append(sampled(model, job_of(version, PROMPTS[0], seed=3)))
+    assert answers[0] == answers[1]
+
+
 def job_of(weights: Weights, prompt: tuple[int, ...], **params: Any) -> Job:
     sampling = SamplingParams(**{"max_tokens": 6, "ignore_eos": True, **params})
     return Job(weights=weights, prompt=prompt, sampling=sampling)

@@ -25,8 +25,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> FolderBase:
 def rank_pair(
     base: FolderBase, request: pytest.FixtureRequest
 ) -> Iterator[tuple[Trainer, Trainer]]:
-    """A trainer of one rank and one of two, in float64."""
-    alone = alone_of(base)
+    """A trainer of one rank and one of two, in float64, with value heads."""
+    alone = alone_of(base, value_head=True)
     with ranked(alone.spec, 2, shard=request.param) as (two, _):
         yield alone, two
 

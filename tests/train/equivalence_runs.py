@@ -120,6 +120,7 @@ def make_pair(
     micro_batch_tokens: int = WHOLE,
     attention: str = "eager",
     optimizer: AdamWConfig = ADAMW,
+    value_head: bool = False,
 ) -> Pair:
     """Load the folder on both sides; an adapter is made by the trainer and read by the oracle."""
     tuning = FullTuning() if tuning is None else tuning
@@ -127,7 +128,7 @@ def make_pair(
     base = FolderBase(folder=str(folder))
     trainer = Trainer.create(
         TrainerSpec(
-            model=ModelSpec(base=base, tuning=tuning, dtype=dtype, seed=3),
+            model=ModelSpec(base=base, tuning=tuning, dtype=dtype, seed=3, value_head=value_head),
             optimizer=optimizer,
             deterministic=True,
             micro_batch_tokens=micro_batch_tokens,
@@ -145,6 +146,8 @@ def make_pair(
         scratch.mkdir()
         export_weights(trainer.model, scratch)
         model = hf.with_adapter(model, scratch)
+    if value_head:
+        hf.add_value_head(model, folder / "value_head" / "model.safetensors")
     oracle = OracleTrainer(
         model,
         betas=(ADAMW.beta1, ADAMW.beta2),
@@ -205,6 +208,9 @@ def oracle_loss(request: LossConfig, batch: RolloutBatch) -> OracleLoss:
         fields["divergence"] = str(asked.divergence)
         fields["divergence_coefficient"] = asked.coefficient
         fields["beta"] = 0.5 if asked.beta is None else asked.beta
+    if request.value is not None:
+        fields["value_coefficient"] = request.value.coefficient
+        fields["value_clip"] = request.value.clip
     if request.correction is not None:
         rule = request.correction
         is_mask = rule.mode is CorrectionMode.MASK
@@ -257,8 +263,9 @@ def forward_backward(
 
     `oracle_batch`: what the oracle sees in the batch's place.
     """
-    loss = resolve_loss(request, batch, has_frozen_reference=True)
     trainer = pair.trainer
+    has_head = trainer.spec.model.value_head
+    loss = resolve_loss(request, batch, has_frozen_reference=True, has_value_head=has_head)
     prepared = prepare.prepare(
         batch,
         loss,

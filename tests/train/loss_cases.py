@@ -55,7 +55,7 @@ def make_objective(kind: LossKind, *, dual_clip: float = math.inf) -> Objective:
     clip = LOSSES[kind].clip
     if kind is LossKind.SAPO:
         return SapoObjective(tau_positive=1.0, tau_negative=1.05)
-    if kind is LossKind.DISTILLATION:
+    if kind in (LossKind.DISTILLATION, LossKind.VALUE):
         return NoObjective()
     if clip is None:
         return RatioObjective() if LOSSES[kind].has_ratio else LogprobObjective()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,23 +24,63 @@ from ratoon.train.checkpoint import states_name
 from ratoon.train.gradient_window import WindowState
 from ratoon.train.saved_state import MANIFEST_NAME
 from ratoon.train.trainer import Trainer
-from ratoon_proto.types import (
-    FullTuning,
-    LoraTuning,
-)
+from ratoon_proto.types import FullTuning, LoraTuning, LossKind
 from tests.tiny_models import write_folder
 from tests.train.trainer_runs import (
     FROZEN,
+    OUTCOMES,
     assert_equal,
     forward_backward,
     make_batch,
     make_loss,
+    make_step,
     make_trainer,
     update,
     weights_of,
 )
 
 STATES_NAME = states_name(0, 1)
+
+
+@pytest.mark.parametrize("tuning", [FullTuning(), LoraTuning(rank=2, alpha=4.0)], ids=str)
+def test_a_critic_goes_on_with_the_same_bits(
+    base: FolderBase, tmp_path: Path, tuning: FullTuning | LoraTuning
+) -> None:
+    """Its head and the head's moments come back; a policy without one refuses them by name."""
+    options: dict[str, Any] = {"dtype": ModelDtype.FLOAT32, "tuning": tuning}
+
+    def step(trainer: Trainer, seed: int) -> None:
+        batch = make_batch(seed, **OUTCOMES[LossKind.VALUE])
+        loss = make_loss(batch, LossKind.VALUE)
+        trainer.update(trainer.prepare(batch, loss), make_step(trainer, loss))
+
+    trainer = make_trainer(base, value_head=True, **options)
+    step(trainer, 0)
+    trainer.snapshot().write(tmp_path / "one")
+    step(trainer, 1)
+    again = make_trainer(base, value_head=True, **options)
+    again.load_checkpoint(tmp_path / "one")
+    assert again.state_digest() != trainer.state_digest()
+    step(again, 1)
+    assert again.state_digest() == trainer.state_digest()
+    head = again.model.value_head
+    assert head is not None
+    assert head.weight.all()
+    with pytest.raises(RatoonError) as refused:
+        make_trainer(base, **options).load_checkpoint(tmp_path / "one")
+    assert refused.value.field == "checkpoint.model"
+    assert "value_head" in refused.value.message
+
+
+def test_a_checkpoint_of_before_there_were_critics_is_read(
+    base: FolderBase, tmp_path: Path
+) -> None:
+    trainer = make_trainer(base, dtype=ModelDtype.FLOAT32)
+    trainer.snapshot().write(tmp_path / "one")
+    document = unseal_document((tmp_path / "one" / MANIFEST_NAME).read_bytes())
+    assert "value_head" not in document["model"]
+
+
 _update = partial(update, kl=FROZEN)
 
 

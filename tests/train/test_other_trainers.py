@@ -26,6 +26,7 @@ import ratoon_client
 from ratoon.api.convert.checks import read
 from ratoon.api.submissions import loss_request
 from ratoon.api.tinker import losses as tinker_losses
+from ratoon.model.lm_head import LmHead
 from ratoon.planner.planning import cpu_planner
 from ratoon.rollout.raw import RawSamplingMask
 from ratoon.rollout.validate import validate_groups
@@ -276,7 +277,7 @@ def _found(here: Fields) -> tuple[float, Floats, Floats]:
         token_L = torch.from_numpy(packed.term_token)
         hidden_RD[device.term_row_L] = logits_JV[token_L]
         every = slice(None)
-        head = torch.eye(VOCAB_SIZE, dtype=torch.float64)
+        head = LmHead(weight_VD=torch.eye(VOCAB_SIZE, dtype=torch.float64))
         out = run_head(head, hidden_RD, device, HeadPart(every, every, every))
         logp_L = out.logprob_M[device.term_target_L]
         entropy_L = out.entropy_R[device.term_row_L]

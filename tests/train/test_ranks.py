@@ -168,7 +168,8 @@ def test_every_loss_in_a_window_of_two_calls(
                 plan = spread_over(trainer.prepare(batch, loss).plan, ranks)
                 trainer.forward_backward(trainer.prepare(batch, loss, plan))
             names = list(trainer.model.named_trainable())
-            trainer.write_gradients(tmp_path / f"{kind} {len(ranks)}", names[:3])
+            written = [*names[:3], names[-1]]
+            trainer.write_gradients(tmp_path / f"{kind} {len(ranks)}", written)
             divisor = {"divide_constant": 8.0} if kind is LossKind.DR_GRPO else {}
             step = make_step(trainer, loss, tensor_grad_norms=True, **divisor)
             reports.append(trainer.optim_step(step))

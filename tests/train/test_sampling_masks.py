@@ -69,7 +69,7 @@ def _rows() -> Iterator[tuple[str, Row]]:
     requests = {
         f"{kind}": make_request(kind, **FULL)
         for kind in LossKind
-        if kind not in (LossKind.CROSS_ENTROPY, LossKind.DISTILLATION)
+        if kind not in (LossKind.CROSS_ENTROPY, LossKind.DISTILLATION, LossKind.VALUE)
     }
     for kind in (LossKind.GRPO, LossKind.GSPO):
         requests[f"{kind} once"] = make_request(kind, shared_tokens=SharedTokens.ONCE, **FULL)

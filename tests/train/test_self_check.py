@@ -111,8 +111,8 @@ def test_healthy_runs_are_below_the_limits(
 def _first_tokens_lost(patch: Patch) -> None:
     """The first token of every node of a forest is another: a gather that is off by one."""
 
-    def lossy(packed: Any, *others: Any) -> Any:
-        batch = to_device(packed, *others)
+    def lossy(packed: Any, *others: Any, **options: Any) -> Any:
+        batch = to_device(packed, *others, **options)
         if len(packed.forest.sequences) == 1:
             return batch
         tokens_T = batch.tokens_T.clone()

@@ -107,7 +107,7 @@ def _assert_same_updates(
 @pytest.mark.parametrize("size", [2, 4])
 def test_updates_of_every_loss_are_those_of_one_device(base: FolderBase, size: int) -> None:
     """Four query heads and two key heads: of four ranks two attend copies of one key head."""
-    alone = make_trainer(base)
+    alone = make_trainer(base, value_head=True)
     with ranked(alone.spec, size) as (many, _):
         _assert_same_updates(alone, many, size, list(LossKind) if size == 2 else KINDS[:2])
 

@@ -114,7 +114,10 @@ def test_repeated_updates_give_the_same_bits(base: FolderBase) -> None:
 def test_every_loss_trains_in_bfloat16(base: FolderBase, kind: LossKind) -> None:
     """Its gradient sums are near those of the same weights in float64, and a step is applied."""
     batch = make_batch(14, **OUTCOMES.get(kind, {}))
-    low_precision, wide = make_trainer(base, dtype=ModelDtype.BFLOAT16), make_trainer(base)
+    low_precision, wide = (
+        make_trainer(base, dtype=dtype, value_head=kind is LossKind.VALUE)
+        for dtype in (ModelDtype.BFLOAT16, ModelDtype.FLOAT64)
+    )
     with torch.no_grad():
         for name, parameter in wide.model.named_trainable().items():
             parameter.copy_(low_precision.model.named_trainable()[name])

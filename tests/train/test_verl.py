@@ -18,7 +18,9 @@ import pytest
 import torch
 
 from harness.verl_site import SITE, make_batch, verl_on_path
-from ratoon_client import InvalidArgumentError
+from ratoon.train.loss.spec import ValueLoss
+from ratoon.train.loss.values import value_terms
+from ratoon_client import InvalidArgumentError, gae
 from ratoon_client.verl_config import adamw_of, check_model, check_processes
 from tests.tiny_models import write_folder
 from tests.train.test_trl import LocalPolicy
@@ -264,3 +266,36 @@ def test_the_page_names_what_is_refused() -> None:
     page = PAGE.read_text(encoding="utf-8")
     for name, _ in REFUSALS:
         assert f"`{name.rpartition('.')[2]}`" in page or f"`{name}`" in page, name
+
+
+def test_returns_advantages_and_value_losses_are_verls() -> None:
+    """Rewards are on trained tokens, which verl alone looks at; its whitening is its own."""
+    from verl.trainer.ppo import core_algos
+    from verl.utils import torch_functional as verl_torch
+
+    rng = np.random.default_rng(0)
+    mask = rng.random((5, 9)) < 0.7
+    value, old = rng.normal(size=(2, 5, 9)).astype(np.float32)
+    reward = (rng.normal(size=(5, 9)) * mask).astype(np.float32)
+    is_trained = torch.from_numpy(mask)
+    advantage, expected_return = core_algos.compute_gae_advantage_return(
+        *(torch.from_numpy(each) for each in (reward, value, mask.astype(np.float32))), 0.9, 0.8
+    )
+    found, returns = gae(list(reward), list(value), gamma=0.9, lam=0.8, loss_masks=list(mask))
+    np.testing.assert_allclose(
+        np.stack(returns)[mask], expected_return[is_trained], rtol=1e-5, atol=1e-6
+    )
+    whitened = verl_torch.masked_whiten(torch.from_numpy(np.stack(found)), is_trained)
+    np.testing.assert_allclose(whitened[is_trained], advantage[is_trained], rtol=1e-4, atol=1e-5)
+    expected, clipped = core_algos.compute_value_loss(
+        torch.from_numpy(value), expected_return, torch.from_numpy(old), is_trained.float(), 0.3
+    )
+    terms = value_terms(
+        ValueLoss(coefficient=1.0, clip=0.3),
+        torch.from_numpy(value)[is_trained],
+        expected_return[is_trained],
+        torch.from_numpy(old)[is_trained],
+    )
+    assert 0 < terms.clipped_L.sum() < len(terms.clipped_L)
+    assert float(terms.loss_L.mean()) == pytest.approx(float(expected), rel=1e-5)
+    assert float(terms.clipped_L.float().mean()) == pytest.approx(float(clipped), rel=1e-5)

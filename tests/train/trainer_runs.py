@@ -40,6 +40,7 @@ from ratoon_proto.types import (
     OptimStepConfig,
     ReferenceKind,
     StepReport,
+    ValueLossConfig,
 )
 from tests import builders
 
@@ -51,6 +52,7 @@ FROZEN = KlConfig(kind=KlKind.K3, coefficient=0.2, reference=ReferenceKind.FROZE
 OUTCOMES: dict[LossKind, dict[str, Any]] = {
     LossKind.CROSS_ENTROPY: {"outcome": "weights"},
     LossKind.DISTILLATION: {"outcome": "none", "num_teacher_tokens": 5},
+    LossKind.VALUE: {"outcome": "none", "with_returns": True},
 }
 
 SHORT = builders.limits(vocab_size=64, max_sequence_tokens=12)
@@ -62,10 +64,12 @@ def make_trainer(
     dtype: ModelDtype = ModelDtype.FLOAT64,
     tokens: int = 64,
     tuning: FullTuning | LoraTuning | None = None,
+    value_head: bool = False,
 ) -> Trainer:
+    tuning = tuning or FullTuning()
     return Trainer.create(
         TrainerSpec(
-            model=ModelSpec(base=base, tuning=tuning or FullTuning(), dtype=dtype, seed=0),
+            model=ModelSpec(base=base, tuning=tuning, dtype=dtype, seed=0, value_head=value_head),
             optimizer=AdamWConfig(weight_decay=0.1),
             deterministic=True,
             micro_batch_tokens=tokens,
@@ -125,8 +129,13 @@ def make_loss(batch: RolloutBatch, kind: LossKind = LossKind.GRPO, **changes: An
         fields = {}
     if kind is LossKind.DISTILLATION:
         fields = {"distillation": DistillationConfig(Divergence.JENSEN_SHANNON, beta=0.3)}
+    if kind is LossKind.VALUE:
+        fields = {"value": ValueLossConfig(clip=0.4)}
     return resolve_loss(
-        LossConfig(kind=kind, **(fields | changes)), batch, has_frozen_reference=True
+        LossConfig(kind=kind, **(fields | changes)),
+        batch,
+        has_frozen_reference=True,
+        has_value_head=kind is LossKind.VALUE,
     )
 
 

@@ -14,7 +14,7 @@ REPORT_GROUPS: Mapping[str, tuple[str, ...]] = {
     group: tuple(names.split())
     for group, names in {
         "loss": "loss policy_gradient_loss kl entropy router_aux_loss teacher_kl teacher_mass "
-        "policy_mass",
+        "policy_mass value_loss value_mean return_mean explained_variance value_clip_fraction",
         "rewards": "reward_mean reward_std reward_min reward_max advantage_mean advantage_std "
         "zero_variance_fraction zero_advantage_sequences groups",
         "sampler": "sampler_kl sampler_gap_mean sampler_gap_abs_mean sampler_gap_max "

@@ -196,6 +196,8 @@ class LossKind(bases.WireEnum):
     DISTILLATION = "distillation"
     """No policy gradient: `distillation` alone."""
     GMPO = "gmpo"
+    VALUE = "value"
+    """No policy gradient: `value` alone, which trains a critic."""
 
 
 LossKindName = Literal[
@@ -212,6 +214,7 @@ LossKindName = Literal[
     "ipo",
     "distillation",
     "gmpo",
+    "value",
 ]
 
 
@@ -900,6 +903,11 @@ class PolicySpec:
     """Seconds without any call that names the policy, or one of its operations, after which it
     ends; above 0. Its last state stays as a checkpoint, and its other files go. Default: never.
     """
+    value_head: bool = False
+    """Whether the policy has a value head beside the LM head: a linear map of a hidden state to one
+    value, which is trained, with an adapter too (`value_head.weight`, `value_head.bias`). It is
+    read from the folder, where the folder has one, else zeros.
+    """
 
     if TYPE_CHECKING:
 
@@ -931,6 +939,7 @@ class PolicySpec:
             from_checkpoint: CheckpointSource | None = None,
             idle_release_s: float | None = None,
             idle_ttl_s: float | None = None,
+            value_head: bool = False,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -1181,6 +1190,19 @@ class DistillationConfig:
         bases.as_declared(self, divergence=Divergence, teachers=tuple)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueLossConfig:
+    """A critic's loss, added to each counted term: half the squared difference between the value of
+    the policy's value head at the token and the rollout's `returns` there.
+    """
+
+    coefficient: float = 1.0
+    clip: float | None = None
+    """With it the term is the larger of that square and the one of the value held within `clip` of
+    the rollout's `old_values` (PPO's clipped value loss); above 0. Default: off.
+    """
+
+
 @dataclass(frozen=True, slots=True)
 class LossConfig:
     """A loss. Fields that are left out have the loss's own defaults; at most one of
@@ -1237,6 +1259,8 @@ class LossConfig:
     """
     distillation: DistillationConfig | None = None
     """Required for kind distillation; any other kind may have it, too."""
+    value: ValueLossConfig | None = None
+    """Required for kind value; any other kind may have it, too. For policies with a value head."""
 
     if TYPE_CHECKING:
 
@@ -1266,6 +1290,7 @@ class LossConfig:
             report_groups: bool = False,
             count_untrained: bool = False,
             distillation: DistillationConfig | DivergenceName | None = None,
+            value: ValueLossConfig | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -1669,6 +1694,15 @@ class StepReport(bases.StepReportMethods):
     policy_mass: float | None = None
     tokens_outside_mask: int = 0
     """Tokens that were not trained because they are outside of their own sampling mask."""
+    value_loss: float | None = None
+    """A loss with `value`: its term, without its coefficient and weighted as the loss; over the
+    counted tokens the mean value and return, 1 - Var(return - value) / Var(return), which is absent
+    where all returns are equal, and the share of terms that the clip holds, which have no gradient.
+    """
+    value_mean: float | None = None
+    return_mean: float | None = None
+    explained_variance: float | None = None
+    value_clip_fraction: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

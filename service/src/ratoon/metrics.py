@@ -280,6 +280,12 @@ REPORT_GAUGES: Mapping[str, tuple[Metric, str]] = {
         "one, nats per token.",
         teacher_mass="Mass of the teacher's likeliest tokens by the teacher, mean.",
         policy_mass="Their mass by the policy, mean.",
+        value_loss="Loss of the value head, without its coefficient.",
+        value_mean="Mean value of counted tokens.",
+        return_mean="Mean return of counted tokens.",
+        explained_variance="1 - Var(return - value) / Var(return): near 1 a critic that knows, 0 "
+        "and below one that a constant replaces.",
+        value_clip_fraction="Share of tokens whose value the clip holds.",
         sampler_gap_mean="Log-prob minus the sampler's, signed mean, nats.",
         sampler_gap_abs_mean="Mean absolute value of that gap, nats.",
         sampler_gap_max="Largest absolute value of that gap, nats.",

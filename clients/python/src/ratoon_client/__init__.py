@@ -22,6 +22,7 @@ from ratoon_client.errors import (
     TransportError,
     UnusableClientError,
 )
+from ratoon_client.gae import gae
 from ratoon_client.operation import AsyncOperationHandle
 from ratoon_client.rollouts import Group, Rollout, SamplingMask, Segment, group, rollout
 from ratoon_client.session import AsyncPolicySession
@@ -44,6 +45,7 @@ from ratoon_client.values import (
     Publish,
     Schedule,
     Staleness,
+    ValueLoss,
 )
 from ratoon_client.weights.pull import PulledWeights
 from ratoon_client.weights.receiver import (
@@ -171,6 +173,7 @@ __all__ = [
     "TlsError",
     "TransportError",
     "UnusableClientError",
+    "ValueLoss",
     "VersionSpan",
     "VllmAdapter",
     "VllmNcclAdapter",
@@ -179,6 +182,7 @@ __all__ = [
     "WeightManifest",
     "WeightReceiver",
     "by_autograd",
+    "gae",
     "group",
     "rollout",
 ]

@@ -38,6 +38,8 @@ _ARRAYS = frozenset(
         "sampling_mask",
         "teacher_tokens",
         "teacher_logprobs",
+        "returns",
+        "old_values",
     }
 )
 _SCALARS: dict[str, tuple[type, ...]] = {

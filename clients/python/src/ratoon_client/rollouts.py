@@ -109,6 +109,8 @@ class Rollout:
     # [R, K].
     teacher_tokens: TokenArray | None = None
     teacher_logprobs: ValueArray | None = None
+    returns: ValueArray | None = None
+    old_values: ValueArray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +145,8 @@ def rollout(
     sampling_mask: SamplingMask | Sequence[IntsLike] | NDArray[np.integer[Any]] | None = None,
     teacher_tokens: TokenRowsLike | None = None,
     teacher_logprobs: ValueRowsLike | None = None,
+    returns: FloatsLike | None = None,
+    old_values: FloatsLike | None = None,
 ) -> Rollout:
     """Make a rollout of `response` or of `segments`, with a `reward` or ready `advantages`.
 
@@ -176,6 +180,8 @@ def rollout(
             them.
         teacher_tokens: A teacher's likeliest tokens at each response token [R, K], K at most 128.
         teacher_logprobs: Their log-probs by the teacher [R, K], the largest first.
+        returns: What the value head is to say at each token, as `gae` makes them [R].
+        old_values: Its values when the returns were made [R], for a `ValueLoss` with a clip.
 
     Raises:
         InvalidArgumentError: An argument, which the error names, has no form on the wire.
@@ -215,6 +221,8 @@ def rollout(
             teacher_logprobs,
             lambda name, rows: matrix_of(name, rows, value_array),
         ),
+        returns=optional("returns", returns, value_array),
+        old_values=optional("old_values", old_values, value_array),
     )
 
 

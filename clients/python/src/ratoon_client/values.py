@@ -47,6 +47,7 @@ from ratoon_proto.types import (
     StalenessConfig,
     StepReport,
     StepResult,
+    ValueLossConfig,
 )
 
 AdamW = AdamWConfig
@@ -62,6 +63,7 @@ Parallel = ParallelLayout
 Publish = PublishConfig
 Schedule = LearningRateSchedule
 Staleness = StalenessConfig
+ValueLoss = ValueLossConfig
 
 
 class FromForward(OldLogprobs):
@@ -105,6 +107,7 @@ class PolicyOptions(TypedDict, total=False):
     from_checkpoint: CheckpointSource | None
     idle_release_s: float | None
     idle_ttl_s: float | None
+    value_head: bool | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +122,8 @@ class ForwardResult:
         teacher_tokens: The likeliest tokens, or those that were sent, int32 [R, K] a rollout; None
             unless they were asked for.
         teacher_logprobs: Their log-probs, float32 [R, K], likewise.
+        values: What the value head says of the state that each token was sampled in, zero at tokens
+            that are not trained; None without a value head.
     """
 
     version: int
@@ -127,6 +132,7 @@ class ForwardResult:
     report: StepReport
     teacher_tokens: tuple[NDArray[np.int32], ...] | None = None
     teacher_logprobs: tuple[NDArray[np.float32], ...] | None = None
+    values: tuple[NDArray[np.float32], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

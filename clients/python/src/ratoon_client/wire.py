@@ -164,6 +164,9 @@ def decode_forward(
         ids, values = output.teacher_tokens, output.teacher_logprobs
         tokens = _split(_array(ids, "teacher_tokens"), offsets, np.int32, axes=2)
         of_tokens = _split(_array(values, "teacher_logprobs"), offsets, np.float32, axes=2)
+    states = None
+    if output.HasField("values"):
+        states = _split(_array(output.values, "values"), offsets, np.float32)
     return ForwardResult(
         logprobs=logprobs,
         entropy=entropy,
@@ -171,6 +174,7 @@ def decode_forward(
         version=forward.version,
         teacher_tokens=tokens,
         teacher_logprobs=of_tokens,
+        values=states,
     )
 
 

@@ -769,6 +769,7 @@ class PolicySpec(_message.Message):
     FROM_CHECKPOINT_FIELD_NUMBER: _builtins.int
     IDLE_RELEASE_S_FIELD_NUMBER: _builtins.int
     IDLE_TTL_S_FIELD_NUMBER: _builtins.int
+    VALUE_HEAD_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     """The policy's id: [a-z0-9][a-z0-9_-]{0,63}."""
     preset: _builtins.str
@@ -802,6 +803,11 @@ class PolicySpec(_message.Message):
     idle_ttl_s: _builtins.float
     """Seconds without any call that names the policy, or one of its operations, after which it ends;
     above 0. Its last state stays as a checkpoint, and its other files go. Default: never.
+    """
+    value_head: _builtins.bool
+    """Whether the policy has a value head beside the LM head: a linear map of a hidden state to one value,
+    which is trained, with an adapter too (`value_head.weight`, `value_head.bias`). It is read from the
+    folder, where the folder has one, else zeros.
     """
     @_builtins.property
     def sent_model(self) -> Global___SentModel:
@@ -854,10 +860,11 @@ class PolicySpec(_message.Message):
         from_checkpoint: Global___CheckpointSource | None = ...,
         idle_release_s: _builtins.float | None = ...,
         idle_ttl_s: _builtins.float | None = ...,
+        value_head: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend", "_deterministic", b"_deterministic", "_idle_release_s", b"_idle_release_s", "_idle_ttl_s", b"_idle_ttl_s", "_keep_rollouts_bytes", b"_keep_rollouts_bytes", "_keep_versions", b"_keep_versions", "_micro_batch_tokens", b"_micro_batch_tokens", "attention_backend", b"attention_backend", "base", b"base", "deterministic", b"deterministic", "from_checkpoint", b"from_checkpoint", "full", b"full", "idle_release_s", b"idle_release_s", "idle_ttl_s", b"idle_ttl_s", "keep_rollouts_bytes", b"keep_rollouts_bytes", "keep_versions", b"keep_versions", "lora", b"lora", "micro_batch_tokens", b"micro_batch_tokens", "model_folder", b"model_folder", "numerics_guard", b"numerics_guard", "optimizer", b"optimizer", "parallel", b"parallel", "preset", b"preset", "publish", b"publish", "sent_model", b"sent_model", "tuning", b"tuning"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend", "_deterministic", b"_deterministic", "_idle_release_s", b"_idle_release_s", "_idle_ttl_s", b"_idle_ttl_s", "_keep_rollouts_bytes", b"_keep_rollouts_bytes", "_keep_versions", b"_keep_versions", "_micro_batch_tokens", b"_micro_batch_tokens", "attention_backend", b"attention_backend", "base", b"base", "deterministic", b"deterministic", "dtype", b"dtype", "from_checkpoint", b"from_checkpoint", "full", b"full", "idle_release_s", b"idle_release_s", "idle_ttl_s", b"idle_ttl_s", "keep_rollouts", b"keep_rollouts", "keep_rollouts_bytes", b"keep_rollouts_bytes", "keep_versions", b"keep_versions", "lora", b"lora", "micro_batch_tokens", b"micro_batch_tokens", "model_folder", b"model_folder", "numerics_guard", b"numerics_guard", "on_changed_numerics", b"on_changed_numerics", "optimizer", b"optimizer", "parallel", b"parallel", "policy_id", b"policy_id", "preset", b"preset", "publish", b"publish", "recovery", b"recovery", "reference", b"reference", "seed", b"seed", "sent_model", b"sent_model", "sequencing", b"sequencing", "tuning", b"tuning"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend", "_deterministic", b"_deterministic", "_idle_release_s", b"_idle_release_s", "_idle_ttl_s", b"_idle_ttl_s", "_keep_rollouts_bytes", b"_keep_rollouts_bytes", "_keep_versions", b"_keep_versions", "_micro_batch_tokens", b"_micro_batch_tokens", "attention_backend", b"attention_backend", "base", b"base", "deterministic", b"deterministic", "dtype", b"dtype", "from_checkpoint", b"from_checkpoint", "full", b"full", "idle_release_s", b"idle_release_s", "idle_ttl_s", b"idle_ttl_s", "keep_rollouts", b"keep_rollouts", "keep_rollouts_bytes", b"keep_rollouts_bytes", "keep_versions", b"keep_versions", "lora", b"lora", "micro_batch_tokens", b"micro_batch_tokens", "model_folder", b"model_folder", "numerics_guard", b"numerics_guard", "on_changed_numerics", b"on_changed_numerics", "optimizer", b"optimizer", "parallel", b"parallel", "policy_id", b"policy_id", "preset", b"preset", "publish", b"publish", "recovery", b"recovery", "reference", b"reference", "seed", b"seed", "sent_model", b"sent_model", "sequencing", b"sequencing", "tuning", b"tuning", "value_head", b"value_head"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__attention_backend: _TypeAlias = _typing.Literal["attention_backend"]  # noqa: Y015
     _WhichOneofArgType__attention_backend: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend"]  # noqa: Y015

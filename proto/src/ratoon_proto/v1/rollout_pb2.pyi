@@ -187,6 +187,8 @@ class Rollout(_message.Message):
     SAMPLING_MASK_FIELD_NUMBER: _builtins.int
     TEACHER_TOKENS_FIELD_NUMBER: _builtins.int
     TEACHER_LOGPROBS_FIELD_NUMBER: _builtins.int
+    RETURNS_FIELD_NUMBER: _builtins.int
+    OLD_VALUES_FIELD_NUMBER: _builtins.int
     reward: _builtins.float
     temperature: _builtins.float
     """Default 1."""
@@ -263,6 +265,14 @@ class Rollout(_message.Message):
         of a mass of at most 1. For loss.distillation.
         """
 
+    @_builtins.property
+    def returns(self) -> _tensor_pb2.Tensor:
+        """For loss.value: float32 [R], the return of the state that each response token was sampled in, and
+        what the value head said of it when the returns were made, which the clip needs.
+        """
+
+    @_builtins.property
+    def old_values(self) -> _tensor_pb2.Tensor: ...
     def __init__(
         self,
         *,
@@ -287,10 +297,12 @@ class Rollout(_message.Message):
         sampling_mask: Global___SamplingMask | None = ...,
         teacher_tokens: _tensor_pb2.Tensor | None = ...,
         teacher_logprobs: _tensor_pb2.Tensor | None = ...,
+        returns: _tensor_pb2.Tensor | None = ...,
+        old_values: _tensor_pb2.Tensor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "advantages", b"advantages", "content", b"content", "loss_mask", b"loss_mask", "old_logprobs", b"old_logprobs", "outcome", b"outcome", "policy_version", b"policy_version", "reference_logprobs", b"reference_logprobs", "response", b"response", "reward", b"reward", "routed_experts", b"routed_experts", "sampler_logprobs", b"sampler_logprobs", "sampling_mask", b"sampling_mask", "segments", b"segments", "teacher_logprobs", b"teacher_logprobs", "teacher_tokens", b"teacher_tokens", "temperature", b"temperature", "token_weights", b"token_weights", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "advantages", b"advantages", "content", b"content", "loss_mask", b"loss_mask", "old_logprobs", b"old_logprobs", "old_values", b"old_values", "outcome", b"outcome", "policy_version", b"policy_version", "reference_logprobs", b"reference_logprobs", "response", b"response", "returns", b"returns", "reward", b"reward", "routed_experts", b"routed_experts", "sampler_logprobs", b"sampler_logprobs", "sampling_mask", b"sampling_mask", "segments", b"segments", "teacher_logprobs", b"teacher_logprobs", "teacher_tokens", b"teacher_tokens", "temperature", b"temperature", "token_weights", b"token_weights", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "advantages", b"advantages", "content", b"content", "loss_mask", b"loss_mask", "old_logprobs", b"old_logprobs", "outcome", b"outcome", "policy_version", b"policy_version", "reference_logprobs", b"reference_logprobs", "response", b"response", "reward", b"reward", "routed_experts", b"routed_experts", "routed_experts_start", b"routed_experts_start", "sampler_logprobs", b"sampler_logprobs", "sampler_logprobs_kind", b"sampler_logprobs_kind", "sampling_mask", b"sampling_mask", "segments", b"segments", "teacher_logprobs", b"teacher_logprobs", "teacher_tokens", b"teacher_tokens", "temperature", b"temperature", "token_weights", b"token_weights", "top_k", b"top_k", "top_p", b"top_p", "truncated", b"truncated", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "advantages", b"advantages", "content", b"content", "loss_mask", b"loss_mask", "old_logprobs", b"old_logprobs", "old_values", b"old_values", "outcome", b"outcome", "policy_version", b"policy_version", "reference_logprobs", b"reference_logprobs", "response", b"response", "returns", b"returns", "reward", b"reward", "routed_experts", b"routed_experts", "routed_experts_start", b"routed_experts_start", "sampler_logprobs", b"sampler_logprobs", "sampler_logprobs_kind", b"sampler_logprobs_kind", "sampling_mask", b"sampling_mask", "segments", b"segments", "teacher_logprobs", b"teacher_logprobs", "teacher_tokens", b"teacher_tokens", "temperature", b"temperature", "token_weights", b"token_weights", "top_k", b"top_k", "top_p", b"top_p", "truncated", b"truncated", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
     _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015

@@ -41,6 +41,8 @@ class _LossKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LossKind.Val
     LOSS_KIND_DISTILLATION: _LossKind.ValueType  # 12
     """No policy gradient: `distillation` alone."""
     LOSS_KIND_GMPO: _LossKind.ValueType  # 13
+    LOSS_KIND_VALUE: _LossKind.ValueType  # 14
+    """No policy gradient: `value` alone, which trains a critic."""
 
 class LossKind(_LossKind, metaclass=_LossKindEnumTypeWrapper):
     """A loss; docs/api.md has its formula and defaults."""
@@ -60,6 +62,8 @@ LOSS_KIND_IPO: LossKind.ValueType  # 11
 LOSS_KIND_DISTILLATION: LossKind.ValueType  # 12
 """No policy gradient: `distillation` alone."""
 LOSS_KIND_GMPO: LossKind.ValueType  # 13
+LOSS_KIND_VALUE: LossKind.ValueType  # 14
+"""No policy gradient: `value` alone, which trains a critic."""
 Global___LossKind: _TypeAlias = LossKind  # noqa: Y015
 
 class _AdvantageKind:
@@ -764,6 +768,42 @@ class DistillationConfig(_message.Message):
 Global___DistillationConfig: _TypeAlias = DistillationConfig  # noqa: Y015
 
 @_typing.final
+class ValueLossConfig(_message.Message):
+    """A critic's loss, added to each counted term: half the squared difference between the value of the
+    policy's value head at the token and the rollout's `returns` there.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COEFFICIENT_FIELD_NUMBER: _builtins.int
+    CLIP_FIELD_NUMBER: _builtins.int
+    coefficient: _builtins.float
+    clip: _builtins.float
+    """With it the term is the larger of that square and the one of the value held within `clip` of the
+    rollout's `old_values` (PPO's clipped value loss); above 0. Default: off.
+    """
+    def __init__(
+        self,
+        *,
+        coefficient: _builtins.float | None = ...,
+        clip: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip", b"_clip", "_coefficient", b"_coefficient", "clip", b"clip", "coefficient", b"coefficient"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip", b"_clip", "_coefficient", b"_coefficient", "clip", b"clip", "coefficient", b"coefficient"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__clip: _TypeAlias = _typing.Literal["clip"]  # noqa: Y015
+    _WhichOneofArgType__clip: _TypeAlias = _typing.Literal["_clip", b"_clip"]  # noqa: Y015
+    _WhichOneofReturnType__coefficient: _TypeAlias = _typing.Literal["coefficient"]  # noqa: Y015
+    _WhichOneofArgType__coefficient: _TypeAlias = _typing.Literal["_coefficient", b"_coefficient"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip) -> _WhichOneofReturnType__clip | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__coefficient) -> _WhichOneofReturnType__coefficient | None: ...
+
+Global___ValueLossConfig: _TypeAlias = ValueLossConfig  # noqa: Y015
+
+@_typing.final
 class LossConfig(_message.Message):
     """A loss. Fields that are left out have the loss's own defaults; at most one of `overlong_filter` and
     `overlong_penalty` is given.
@@ -795,6 +835,7 @@ class LossConfig(_message.Message):
     REPORT_GROUPS_FIELD_NUMBER: _builtins.int
     COUNT_UNTRAINED_FIELD_NUMBER: _builtins.int
     DISTILLATION_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
     kind: Global___LossKind.ValueType
     advantage: Global___AdvantageKind.ValueType
     clip_low: _builtins.float
@@ -854,6 +895,10 @@ class LossConfig(_message.Message):
     def distillation(self) -> Global___DistillationConfig:
         """Required for kind distillation; any other kind may have it, too."""
 
+    @_builtins.property
+    def value(self) -> Global___ValueLossConfig:
+        """Required for kind value; any other kind may have it, too. For policies with a value head."""
+
     def __init__(
         self,
         *,
@@ -881,10 +926,11 @@ class LossConfig(_message.Message):
         report_groups: _builtins.bool = ...,
         count_untrained: _builtins.bool = ...,
         distillation: Global___DistillationConfig | None = ...,
+        value: Global___ValueLossConfig | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_drop_zero_variance_groups", b"_drop_zero_variance_groups", "_dual_clip", b"_dual_clip", "_tau_negative", b"_tau_negative", "_tau_positive", b"_tau_positive", "_top_entropy_share", b"_top_entropy_share", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction", b"correction", "correction_mask", b"correction_mask", "distillation", b"distillation", "drop_zero_variance_groups", b"drop_zero_variance_groups", "dual_clip", b"dual_clip", "kl", b"kl", "old_logprobs", b"old_logprobs", "overlong", b"overlong", "overlong_filter", b"overlong_filter", "overlong_penalty", b"overlong_penalty", "staleness", b"staleness", "tau_negative", b"tau_negative", "tau_positive", b"tau_positive", "top_entropy_share", b"top_entropy_share"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_drop_zero_variance_groups", b"_drop_zero_variance_groups", "_dual_clip", b"_dual_clip", "_tau_negative", b"_tau_negative", "_tau_positive", b"_tau_positive", "_top_entropy_share", b"_top_entropy_share", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction", b"correction", "correction_mask", b"correction_mask", "distillation", b"distillation", "drop_zero_variance_groups", b"drop_zero_variance_groups", "dual_clip", b"dual_clip", "kl", b"kl", "old_logprobs", b"old_logprobs", "overlong", b"overlong", "overlong_filter", b"overlong_filter", "overlong_penalty", b"overlong_penalty", "staleness", b"staleness", "tau_negative", b"tau_negative", "tau_positive", b"tau_positive", "top_entropy_share", b"top_entropy_share", "value", b"value"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_drop_zero_variance_groups", b"_drop_zero_variance_groups", "_dual_clip", b"_dual_clip", "_tau_negative", b"_tau_negative", "_tau_positive", b"_tau_positive", "_top_entropy_share", b"_top_entropy_share", "advantage", b"advantage", "allow_truncated_sampling", b"allow_truncated_sampling", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction", b"correction", "correction_mask", b"correction_mask", "count_untrained", b"count_untrained", "distillation", b"distillation", "drop_zero_variance_groups", b"drop_zero_variance_groups", "dual_clip", b"dual_clip", "entropy_coefficient", b"entropy_coefficient", "kind", b"kind", "kl", b"kl", "old_logprobs", b"old_logprobs", "overlong", b"overlong", "overlong_filter", b"overlong_filter", "overlong_penalty", b"overlong_penalty", "report_groups", b"report_groups", "router_aux_loss_coefficient", b"router_aux_loss_coefficient", "shared_tokens", b"shared_tokens", "staleness", b"staleness", "tau_negative", b"tau_negative", "tau_positive", b"tau_positive", "token_weight", b"token_weight", "top_entropy_share", b"top_entropy_share"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_drop_zero_variance_groups", b"_drop_zero_variance_groups", "_dual_clip", b"_dual_clip", "_tau_negative", b"_tau_negative", "_tau_positive", b"_tau_positive", "_top_entropy_share", b"_top_entropy_share", "advantage", b"advantage", "allow_truncated_sampling", b"allow_truncated_sampling", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction", b"correction", "correction_mask", b"correction_mask", "count_untrained", b"count_untrained", "distillation", b"distillation", "drop_zero_variance_groups", b"drop_zero_variance_groups", "dual_clip", b"dual_clip", "entropy_coefficient", b"entropy_coefficient", "kind", b"kind", "kl", b"kl", "old_logprobs", b"old_logprobs", "overlong", b"overlong", "overlong_filter", b"overlong_filter", "overlong_penalty", b"overlong_penalty", "report_groups", b"report_groups", "router_aux_loss_coefficient", b"router_aux_loss_coefficient", "shared_tokens", b"shared_tokens", "staleness", b"staleness", "tau_negative", b"tau_negative", "tau_positive", b"tau_positive", "token_weight", b"token_weight", "top_entropy_share", b"top_entropy_share", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__clip_high: _TypeAlias = _typing.Literal["clip_high"]  # noqa: Y015
     _WhichOneofArgType__clip_high: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high"]  # noqa: Y015
@@ -1445,6 +1491,11 @@ class StepReport(_message.Message):
     TEACHER_MASS_FIELD_NUMBER: _builtins.int
     POLICY_MASS_FIELD_NUMBER: _builtins.int
     TOKENS_OUTSIDE_MASK_FIELD_NUMBER: _builtins.int
+    VALUE_LOSS_FIELD_NUMBER: _builtins.int
+    VALUE_MEAN_FIELD_NUMBER: _builtins.int
+    RETURN_MEAN_FIELD_NUMBER: _builtins.int
+    EXPLAINED_VARIANCE_FIELD_NUMBER: _builtins.int
+    VALUE_CLIP_FRACTION_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
     """Mean loss; absent from a Forward's report, and where no token counts; 0 where rollouts count but were not run."""
     policy_gradient_loss: _builtins.float
@@ -1615,6 +1666,15 @@ class StepReport(_message.Message):
     policy_mass: _builtins.float
     tokens_outside_mask: _builtins.int
     """Tokens that were not trained because they are outside of their own sampling mask."""
+    value_loss: _builtins.float
+    """A loss with `value`: its term, without its coefficient and weighted as the loss; over the counted
+    tokens the mean value and return, 1 - Var(return - value) / Var(return), which is absent where all
+    returns are equal, and the share of terms that the clip holds, which have no gradient.
+    """
+    value_mean: _builtins.float
+    return_mean: _builtins.float
+    explained_variance: _builtins.float
+    value_clip_fraction: _builtins.float
     @_builtins.property
     def seconds(self) -> Global___PhaseSeconds: ...
     @_builtins.property
@@ -1736,10 +1796,15 @@ class StepReport(_message.Message):
         teacher_mass: _builtins.float | None = ...,
         policy_mass: _builtins.float | None = ...,
         tokens_outside_mask: _builtins.int = ...,
+        value_loss: _builtins.float | None = ...,
+        value_mean: _builtins.float | None = ...,
+        return_mean: _builtins.float | None = ...,
+        explained_variance: _builtins.float | None = ...,
+        value_clip_fraction: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean", "_advantage_std", b"_advantage_std", "_attention_pair_reduction", b"_attention_pair_reduction", "_changed_share", b"_changed_share", "_clip_fraction_dual", b"_clip_fraction_dual", "_clip_fraction_high", b"_clip_fraction_high", "_clip_fraction_low", b"_clip_fraction_low", "_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_correction_ess_fraction", b"_correction_ess_fraction", "_correction_masked_fraction", b"_correction_masked_fraction", "_correction_truncated_fraction", b"_correction_truncated_fraction", "_correction_weight_mean", b"_correction_weight_mean", "_entropy", b"_entropy", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_learning_rate", b"_learning_rate", "_logical_mfu", b"_logical_mfu", "_loss", b"_loss", "_old_kl", b"_old_kl", "_planned_memory_bytes", b"_planned_memory_bytes", "_policy_gradient_loss", b"_policy_gradient_loss", "_policy_mass", b"_policy_mass", "_rank_gap", b"_rank_gap", "_ratio_max", b"_ratio_max", "_ratio_mean", b"_ratio_mean", "_ratio_min", b"_ratio_min", "_ratio_p01", b"_ratio_p01", "_ratio_p50", b"_ratio_p50", "_ratio_p99", b"_ratio_p99", "_reward_max", b"_reward_max", "_reward_mean", b"_reward_mean", "_reward_min", b"_reward_min", "_reward_std", b"_reward_std", "_route_mismatch", b"_route_mismatch", "_router_aux_loss", b"_router_aux_loss", "_sampler_gap_abs_mean", b"_sampler_gap_abs_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_gap_mean", b"_sampler_gap_mean", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "_step_kl", b"_step_kl", "_teacher_kl", b"_teacher_kl", "_teacher_mass", b"_teacher_mass", "_token_reduction", b"_token_reduction", "_token_staleness_mean", b"_token_staleness_mean", "_tokens_per_second", b"_tokens_per_second", "_update_norm", b"_update_norm", "_weight_norm", b"_weight_norm", "_zero_variance_fraction", b"_zero_variance_fraction", "advantage_mean", b"advantage_mean", "advantage_std", b"advantage_std", "attention_pair_reduction", b"attention_pair_reduction", "changed_share", b"changed_share", "clip_fraction_dual", b"clip_fraction_dual", "clip_fraction_high", b"clip_fraction_high", "clip_fraction_low", b"clip_fraction_low", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "correction_ess_fraction", b"correction_ess_fraction", "correction_masked_fraction", b"correction_masked_fraction", "correction_truncated_fraction", b"correction_truncated_fraction", "correction_weight_mean", b"correction_weight_mean", "entropy", b"entropy", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "learning_rate", b"learning_rate", "logical_mfu", b"logical_mfu", "loss", b"loss", "old_kl", b"old_kl", "planned_memory_bytes", b"planned_memory_bytes", "policy_gradient_loss", b"policy_gradient_loss", "policy_mass", b"policy_mass", "rank_gap", b"rank_gap", "ratio_max", b"ratio_max", "ratio_mean", b"ratio_mean", "ratio_min", b"ratio_min", "ratio_p01", b"ratio_p01", "ratio_p50", b"ratio_p50", "ratio_p99", b"ratio_p99", "reward_max", b"reward_max", "reward_mean", b"reward_mean", "reward_min", b"reward_min", "reward_std", b"reward_std", "route_mismatch", b"route_mismatch", "router_aux_loss", b"router_aux_loss", "sampler_gap_abs_mean", b"sampler_gap_abs_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_gap_mean", b"sampler_gap_mean", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "self_check", b"self_check", "skip_reason", b"skip_reason", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step_kl", b"step_kl", "teacher_kl", b"teacher_kl", "teacher_mass", b"teacher_mass", "token_reduction", b"token_reduction", "token_staleness_mean", b"token_staleness_mean", "tokens_per_second", b"tokens_per_second", "update_norm", b"update_norm", "weight_norm", b"weight_norm", "zero_variance_fraction", b"zero_variance_fraction"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean", "_advantage_std", b"_advantage_std", "_attention_pair_reduction", b"_attention_pair_reduction", "_changed_share", b"_changed_share", "_clip_fraction_dual", b"_clip_fraction_dual", "_clip_fraction_high", b"_clip_fraction_high", "_clip_fraction_low", b"_clip_fraction_low", "_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_correction_ess_fraction", b"_correction_ess_fraction", "_correction_masked_fraction", b"_correction_masked_fraction", "_correction_truncated_fraction", b"_correction_truncated_fraction", "_correction_weight_mean", b"_correction_weight_mean", "_entropy", b"_entropy", "_explained_variance", b"_explained_variance", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_learning_rate", b"_learning_rate", "_logical_mfu", b"_logical_mfu", "_loss", b"_loss", "_old_kl", b"_old_kl", "_planned_memory_bytes", b"_planned_memory_bytes", "_policy_gradient_loss", b"_policy_gradient_loss", "_policy_mass", b"_policy_mass", "_rank_gap", b"_rank_gap", "_ratio_max", b"_ratio_max", "_ratio_mean", b"_ratio_mean", "_ratio_min", b"_ratio_min", "_ratio_p01", b"_ratio_p01", "_ratio_p50", b"_ratio_p50", "_ratio_p99", b"_ratio_p99", "_return_mean", b"_return_mean", "_reward_max", b"_reward_max", "_reward_mean", b"_reward_mean", "_reward_min", b"_reward_min", "_reward_std", b"_reward_std", "_route_mismatch", b"_route_mismatch", "_router_aux_loss", b"_router_aux_loss", "_sampler_gap_abs_mean", b"_sampler_gap_abs_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_gap_mean", b"_sampler_gap_mean", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "_step_kl", b"_step_kl", "_teacher_kl", b"_teacher_kl", "_teacher_mass", b"_teacher_mass", "_token_reduction", b"_token_reduction", "_token_staleness_mean", b"_token_staleness_mean", "_tokens_per_second", b"_tokens_per_second", "_update_norm", b"_update_norm", "_value_clip_fraction", b"_value_clip_fraction", "_value_loss", b"_value_loss", "_value_mean", b"_value_mean", "_weight_norm", b"_weight_norm", "_zero_variance_fraction", b"_zero_variance_fraction", "advantage_mean", b"advantage_mean", "advantage_std", b"advantage_std", "attention_pair_reduction", b"attention_pair_reduction", "changed_share", b"changed_share", "clip_fraction_dual", b"clip_fraction_dual", "clip_fraction_high", b"clip_fraction_high", "clip_fraction_low", b"clip_fraction_low", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "correction_ess_fraction", b"correction_ess_fraction", "correction_masked_fraction", b"correction_masked_fraction", "correction_truncated_fraction", b"correction_truncated_fraction", "correction_weight_mean", b"correction_weight_mean", "entropy", b"entropy", "explained_variance", b"explained_variance", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "learning_rate", b"learning_rate", "logical_mfu", b"logical_mfu", "loss", b"loss", "old_kl", b"old_kl", "planned_memory_bytes", b"planned_memory_bytes", "policy_gradient_loss", b"policy_gradient_loss", "policy_mass", b"policy_mass", "rank_gap", b"rank_gap", "ratio_max", b"ratio_max", "ratio_mean", b"ratio_mean", "ratio_min", b"ratio_min", "ratio_p01", b"ratio_p01", "ratio_p50", b"ratio_p50", "ratio_p99", b"ratio_p99", "return_mean", b"return_mean", "reward_max", b"reward_max", "reward_mean", b"reward_mean", "reward_min", b"reward_min", "reward_std", b"reward_std", "route_mismatch", b"route_mismatch", "router_aux_loss", b"router_aux_loss", "sampler_gap_abs_mean", b"sampler_gap_abs_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_gap_mean", b"sampler_gap_mean", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "self_check", b"self_check", "skip_reason", b"skip_reason", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step_kl", b"step_kl", "teacher_kl", b"teacher_kl", "teacher_mass", b"teacher_mass", "token_reduction", b"token_reduction", "token_staleness_mean", b"token_staleness_mean", "tokens_per_second", b"tokens_per_second", "update_norm", b"update_norm", "value_clip_fraction", b"value_clip_fraction", "value_loss", b"value_loss", "value_mean", b"value_mean", "weight_norm", b"weight_norm", "zero_variance_fraction", b"zero_variance_fraction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean", "_advantage_std", b"_advantage_std", "_attention_pair_reduction", b"_attention_pair_reduction", "_changed_share", b"_changed_share", "_clip_fraction_dual", b"_clip_fraction_dual", "_clip_fraction_high", b"_clip_fraction_high", "_clip_fraction_low", b"_clip_fraction_low", "_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_correction_ess_fraction", b"_correction_ess_fraction", "_correction_masked_fraction", b"_correction_masked_fraction", "_correction_truncated_fraction", b"_correction_truncated_fraction", "_correction_weight_mean", b"_correction_weight_mean", "_entropy", b"_entropy", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_learning_rate", b"_learning_rate", "_logical_mfu", b"_logical_mfu", "_loss", b"_loss", "_old_kl", b"_old_kl", "_planned_memory_bytes", b"_planned_memory_bytes", "_policy_gradient_loss", b"_policy_gradient_loss", "_policy_mass", b"_policy_mass", "_rank_gap", b"_rank_gap", "_ratio_max", b"_ratio_max", "_ratio_mean", b"_ratio_mean", "_ratio_min", b"_ratio_min", "_ratio_p01", b"_ratio_p01", "_ratio_p50", b"_ratio_p50", "_ratio_p99", b"_ratio_p99", "_reward_max", b"_reward_max", "_reward_mean", b"_reward_mean", "_reward_min", b"_reward_min", "_reward_std", b"_reward_std", "_route_mismatch", b"_route_mismatch", "_router_aux_loss", b"_router_aux_loss", "_sampler_gap_abs_mean", b"_sampler_gap_abs_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_gap_mean", b"_sampler_gap_mean", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "_step_kl", b"_step_kl", "_teacher_kl", b"_teacher_kl", "_teacher_mass", b"_teacher_mass", "_token_reduction", b"_token_reduction", "_token_staleness_mean", b"_token_staleness_mean", "_tokens_per_second", b"_tokens_per_second", "_update_norm", b"_update_norm", "_weight_norm", b"_weight_norm", "_zero_variance_fraction", b"_zero_variance_fraction", "advantage_mean", b"advantage_mean", "advantage_std", b"advantage_std", "attention_pair_reduction", b"attention_pair_reduction", "bad_rollouts", b"bad_rollouts", "changed_share", b"changed_share", "clamped_kls", b"clamped_kls", "clamped_ratios", b"clamped_ratios", "clamped_sampler_gaps", b"clamped_sampler_gaps", "clip_fraction_dual", b"clip_fraction_dual", "clip_fraction_high", b"clip_fraction_high", "clip_fraction_low", b"clip_fraction_low", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "correction_ess_fraction", b"correction_ess_fraction", "correction_masked_fraction", b"correction_masked_fraction", "correction_truncated_fraction", b"correction_truncated_fraction", "correction_weight_mean", b"correction_weight_mean", "dropped_bad", b"dropped_bad", "dropped_stale", b"dropped_stale", "dropped_truncated", b"dropped_truncated", "dropped_zero_variance", b"dropped_zero_variance", "entropy", b"entropy", "grad_norm", b"grad_norm", "groups", b"groups", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "learning_rate", b"learning_rate", "logical_mfu", b"logical_mfu", "loss", b"loss", "num_groups", b"num_groups", "num_micro_batches", b"num_micro_batches", "num_sequences", b"num_sequences", "old_kl", b"old_kl", "packed_tokens", b"packed_tokens", "peak_memory_bytes", b"peak_memory_bytes", "planned_memory_bytes", b"planned_memory_bytes", "policy_gradient_loss", b"policy_gradient_loss", "policy_mass", b"policy_mass", "rank_gap", b"rank_gap", "rank_seconds", b"rank_seconds", "ratio_max", b"ratio_max", "ratio_mean", b"ratio_mean", "ratio_min", b"ratio_min", "ratio_p01", b"ratio_p01", "ratio_p50", b"ratio_p50", "ratio_p99", b"ratio_p99", "response_length_max", b"response_length_max", "response_length_mean", b"response_length_mean", "response_length_p50", b"response_length_p50", "response_length_p90", b"response_length_p90", "response_length_p99", b"response_length_p99", "reward_max", b"reward_max", "reward_mean", b"reward_mean", "reward_min", b"reward_min", "reward_std", b"reward_std", "route_conflicts", b"route_conflicts", "route_mismatch", b"route_mismatch", "router_aux_loss", b"router_aux_loss", "routers", b"routers", "sampler_gap_abs_mean", b"sampler_gap_abs_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_gap_mean", b"sampler_gap_mean", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "self_check", b"self_check", "skip_reason", b"skip_reason", "skipped", b"skipped", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step_kl", b"step_kl", "step_kl_tokens", b"step_kl_tokens", "teacher_kl", b"teacher_kl", "teacher_mass", b"teacher_mass", "tensor_grad_norms", b"tensor_grad_norms", "token_reduction", b"token_reduction", "token_staleness_mean", b"token_staleness_mean", "tokens_outside_mask", b"tokens_outside_mask", "tokens_per_second", b"tokens_per_second", "trained_tokens", b"trained_tokens", "truncated_fraction", b"truncated_fraction", "unshared_tokens", b"unshared_tokens", "update_norm", b"update_norm", "warnings", b"warnings", "weight_norm", b"weight_norm", "zero_advantage_sequences", b"zero_advantage_sequences", "zero_variance_fraction", b"zero_variance_fraction"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean", "_advantage_std", b"_advantage_std", "_attention_pair_reduction", b"_attention_pair_reduction", "_changed_share", b"_changed_share", "_clip_fraction_dual", b"_clip_fraction_dual", "_clip_fraction_high", b"_clip_fraction_high", "_clip_fraction_low", b"_clip_fraction_low", "_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_correction_ess_fraction", b"_correction_ess_fraction", "_correction_masked_fraction", b"_correction_masked_fraction", "_correction_truncated_fraction", b"_correction_truncated_fraction", "_correction_weight_mean", b"_correction_weight_mean", "_entropy", b"_entropy", "_explained_variance", b"_explained_variance", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_learning_rate", b"_learning_rate", "_logical_mfu", b"_logical_mfu", "_loss", b"_loss", "_old_kl", b"_old_kl", "_planned_memory_bytes", b"_planned_memory_bytes", "_policy_gradient_loss", b"_policy_gradient_loss", "_policy_mass", b"_policy_mass", "_rank_gap", b"_rank_gap", "_ratio_max", b"_ratio_max", "_ratio_mean", b"_ratio_mean", "_ratio_min", b"_ratio_min", "_ratio_p01", b"_ratio_p01", "_ratio_p50", b"_ratio_p50", "_ratio_p99", b"_ratio_p99", "_return_mean", b"_return_mean", "_reward_max", b"_reward_max", "_reward_mean", b"_reward_mean", "_reward_min", b"_reward_min", "_reward_std", b"_reward_std", "_route_mismatch", b"_route_mismatch", "_router_aux_loss", b"_router_aux_loss", "_sampler_gap_abs_mean", b"_sampler_gap_abs_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_gap_mean", b"_sampler_gap_mean", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "_step_kl", b"_step_kl", "_teacher_kl", b"_teacher_kl", "_teacher_mass", b"_teacher_mass", "_token_reduction", b"_token_reduction", "_token_staleness_mean", b"_token_staleness_mean", "_tokens_per_second", b"_tokens_per_second", "_update_norm", b"_update_norm", "_value_clip_fraction", b"_value_clip_fraction", "_value_loss", b"_value_loss", "_value_mean", b"_value_mean", "_weight_norm", b"_weight_norm", "_zero_variance_fraction", b"_zero_variance_fraction", "advantage_mean", b"advantage_mean", "advantage_std", b"advantage_std", "attention_pair_reduction", b"attention_pair_reduction", "bad_rollouts", b"bad_rollouts", "changed_share", b"changed_share", "clamped_kls", b"clamped_kls", "clamped_ratios", b"clamped_ratios", "clamped_sampler_gaps", b"clamped_sampler_gaps", "clip_fraction_dual", b"clip_fraction_dual", "clip_fraction_high", b"clip_fraction_high", "clip_fraction_low", b"clip_fraction_low", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "correction_ess_fraction", b"correction_ess_fraction", "correction_masked_fraction", b"correction_masked_fraction", "correction_truncated_fraction", b"correction_truncated_fraction", "correction_weight_mean", b"correction_weight_mean", "dropped_bad", b"dropped_bad", "dropped_stale", b"dropped_stale", "dropped_truncated", b"dropped_truncated", "dropped_zero_variance", b"dropped_zero_variance", "entropy", b"entropy", "explained_variance", b"explained_variance", "grad_norm", b"grad_norm", "groups", b"groups", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "learning_rate", b"learning_rate", "logical_mfu", b"logical_mfu", "loss", b"loss", "num_groups", b"num_groups", "num_micro_batches", b"num_micro_batches", "num_sequences", b"num_sequences", "old_kl", b"old_kl", "packed_tokens", b"packed_tokens", "peak_memory_bytes", b"peak_memory_bytes", "planned_memory_bytes", b"planned_memory_bytes", "policy_gradient_loss", b"policy_gradient_loss", "policy_mass", b"policy_mass", "rank_gap", b"rank_gap", "rank_seconds", b"rank_seconds", "ratio_max", b"ratio_max", "ratio_mean", b"ratio_mean", "ratio_min", b"ratio_min", "ratio_p01", b"ratio_p01", "ratio_p50", b"ratio_p50", "ratio_p99", b"ratio_p99", "response_length_max", b"response_length_max", "response_length_mean", b"response_length_mean", "response_length_p50", b"response_length_p50", "response_length_p90", b"response_length_p90", "response_length_p99", b"response_length_p99", "return_mean", b"return_mean", "reward_max", b"reward_max", "reward_mean", b"reward_mean", "reward_min", b"reward_min", "reward_std", b"reward_std", "route_conflicts", b"route_conflicts", "route_mismatch", b"route_mismatch", "router_aux_loss", b"router_aux_loss", "routers", b"routers", "sampler_gap_abs_mean", b"sampler_gap_abs_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_gap_mean", b"sampler_gap_mean", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "self_check", b"self_check", "skip_reason", b"skip_reason", "skipped", b"skipped", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step_kl", b"step_kl", "step_kl_tokens", b"step_kl_tokens", "teacher_kl", b"teacher_kl", "teacher_mass", b"teacher_mass", "tensor_grad_norms", b"tensor_grad_norms", "token_reduction", b"token_reduction", "token_staleness_mean", b"token_staleness_mean", "tokens_outside_mask", b"tokens_outside_mask", "tokens_per_second", b"tokens_per_second", "trained_tokens", b"trained_tokens", "truncated_fraction", b"truncated_fraction", "unshared_tokens", b"unshared_tokens", "update_norm", b"update_norm", "value_clip_fraction", b"value_clip_fraction", "value_loss", b"value_loss", "value_mean", b"value_mean", "warnings", b"warnings", "weight_norm", b"weight_norm", "zero_advantage_sequences", b"zero_advantage_sequences", "zero_variance_fraction", b"zero_variance_fraction"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__advantage_mean: _TypeAlias = _typing.Literal["advantage_mean"]  # noqa: Y015
     _WhichOneofArgType__advantage_mean: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean"]  # noqa: Y015
@@ -1769,6 +1834,8 @@ class StepReport(_message.Message):
     _WhichOneofArgType__correction_weight_mean: _TypeAlias = _typing.Literal["_correction_weight_mean", b"_correction_weight_mean"]  # noqa: Y015
     _WhichOneofReturnType__entropy: _TypeAlias = _typing.Literal["entropy"]  # noqa: Y015
     _WhichOneofArgType__entropy: _TypeAlias = _typing.Literal["_entropy", b"_entropy"]  # noqa: Y015
+    _WhichOneofReturnType__explained_variance: _TypeAlias = _typing.Literal["explained_variance"]  # noqa: Y015
+    _WhichOneofArgType__explained_variance: _TypeAlias = _typing.Literal["_explained_variance", b"_explained_variance"]  # noqa: Y015
     _WhichOneofReturnType__grad_norm: _TypeAlias = _typing.Literal["grad_norm"]  # noqa: Y015
     _WhichOneofArgType__grad_norm: _TypeAlias = _typing.Literal["_grad_norm", b"_grad_norm"]  # noqa: Y015
     _WhichOneofReturnType__hardware_mfu: _TypeAlias = _typing.Literal["hardware_mfu"]  # noqa: Y015
@@ -1803,6 +1870,8 @@ class StepReport(_message.Message):
     _WhichOneofArgType__ratio_p50: _TypeAlias = _typing.Literal["_ratio_p50", b"_ratio_p50"]  # noqa: Y015
     _WhichOneofReturnType__ratio_p99: _TypeAlias = _typing.Literal["ratio_p99"]  # noqa: Y015
     _WhichOneofArgType__ratio_p99: _TypeAlias = _typing.Literal["_ratio_p99", b"_ratio_p99"]  # noqa: Y015
+    _WhichOneofReturnType__return_mean: _TypeAlias = _typing.Literal["return_mean"]  # noqa: Y015
+    _WhichOneofArgType__return_mean: _TypeAlias = _typing.Literal["_return_mean", b"_return_mean"]  # noqa: Y015
     _WhichOneofReturnType__reward_max: _TypeAlias = _typing.Literal["reward_max"]  # noqa: Y015
     _WhichOneofArgType__reward_max: _TypeAlias = _typing.Literal["_reward_max", b"_reward_max"]  # noqa: Y015
     _WhichOneofReturnType__reward_mean: _TypeAlias = _typing.Literal["reward_mean"]  # noqa: Y015
@@ -1843,6 +1912,12 @@ class StepReport(_message.Message):
     _WhichOneofArgType__tokens_per_second: _TypeAlias = _typing.Literal["_tokens_per_second", b"_tokens_per_second"]  # noqa: Y015
     _WhichOneofReturnType__update_norm: _TypeAlias = _typing.Literal["update_norm"]  # noqa: Y015
     _WhichOneofArgType__update_norm: _TypeAlias = _typing.Literal["_update_norm", b"_update_norm"]  # noqa: Y015
+    _WhichOneofReturnType__value_clip_fraction: _TypeAlias = _typing.Literal["value_clip_fraction"]  # noqa: Y015
+    _WhichOneofArgType__value_clip_fraction: _TypeAlias = _typing.Literal["_value_clip_fraction", b"_value_clip_fraction"]  # noqa: Y015
+    _WhichOneofReturnType__value_loss: _TypeAlias = _typing.Literal["value_loss"]  # noqa: Y015
+    _WhichOneofArgType__value_loss: _TypeAlias = _typing.Literal["_value_loss", b"_value_loss"]  # noqa: Y015
+    _WhichOneofReturnType__value_mean: _TypeAlias = _typing.Literal["value_mean"]  # noqa: Y015
+    _WhichOneofArgType__value_mean: _TypeAlias = _typing.Literal["_value_mean", b"_value_mean"]  # noqa: Y015
     _WhichOneofReturnType__weight_norm: _TypeAlias = _typing.Literal["weight_norm"]  # noqa: Y015
     _WhichOneofArgType__weight_norm: _TypeAlias = _typing.Literal["_weight_norm", b"_weight_norm"]  # noqa: Y015
     _WhichOneofReturnType__zero_variance_fraction: _TypeAlias = _typing.Literal["zero_variance_fraction"]  # noqa: Y015
@@ -1875,6 +1950,8 @@ class StepReport(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__correction_weight_mean) -> _WhichOneofReturnType__correction_weight_mean | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__entropy) -> _WhichOneofReturnType__entropy | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__explained_variance) -> _WhichOneofReturnType__explained_variance | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__grad_norm) -> _WhichOneofReturnType__grad_norm | None: ...
     @_typing.overload
@@ -1909,6 +1986,8 @@ class StepReport(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ratio_p50) -> _WhichOneofReturnType__ratio_p50 | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ratio_p99) -> _WhichOneofReturnType__ratio_p99 | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__return_mean) -> _WhichOneofReturnType__return_mean | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reward_max) -> _WhichOneofReturnType__reward_max | None: ...
     @_typing.overload
@@ -1950,6 +2029,12 @@ class StepReport(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__update_norm) -> _WhichOneofReturnType__update_norm | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__value_clip_fraction) -> _WhichOneofReturnType__value_clip_fraction | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__value_loss) -> _WhichOneofReturnType__value_loss | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__value_mean) -> _WhichOneofReturnType__value_mean | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__weight_norm) -> _WhichOneofReturnType__weight_norm | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__zero_variance_fraction) -> _WhichOneofReturnType__zero_variance_fraction | None: ...
@@ -1969,6 +2054,7 @@ class ForwardOutput(_message.Message):
     OFFSETS_FIELD_NUMBER: _builtins.int
     TEACHER_TOKENS_FIELD_NUMBER: _builtins.int
     TEACHER_LOGPROBS_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def logprobs(self) -> _tensor_pb2.Tensor:
         """float32 [sum of R]. Of a Forward 0 where the loss mask is false, of a ForwardBackward NaN where it
@@ -1991,6 +2077,12 @@ class ForwardOutput(_message.Message):
 
     @_builtins.property
     def teacher_logprobs(self) -> _tensor_pb2.Tensor: ...
+    @_builtins.property
+    def values(self) -> _tensor_pb2.Tensor:
+        """float32 [sum of R], of a Forward of a policy with a value head: the value of the state that each
+        token was sampled in. 0 where the loss mask is false; absent of the frozen reference.
+        """
+
     def __init__(
         self,
         *,
@@ -1999,10 +2091,11 @@ class ForwardOutput(_message.Message):
         offsets: _tensor_pb2.Tensor | None = ...,
         teacher_tokens: _tensor_pb2.Tensor | None = ...,
         teacher_logprobs: _tensor_pb2.Tensor | None = ...,
+        values: _tensor_pb2.Tensor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["entropy", b"entropy", "logprobs", b"logprobs", "offsets", b"offsets", "teacher_logprobs", b"teacher_logprobs", "teacher_tokens", b"teacher_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["entropy", b"entropy", "logprobs", b"logprobs", "offsets", b"offsets", "teacher_logprobs", b"teacher_logprobs", "teacher_tokens", b"teacher_tokens", "values", b"values"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entropy", b"entropy", "logprobs", b"logprobs", "offsets", b"offsets", "teacher_logprobs", b"teacher_logprobs", "teacher_tokens", b"teacher_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entropy", b"entropy", "logprobs", b"logprobs", "offsets", b"offsets", "teacher_logprobs", b"teacher_logprobs", "teacher_tokens", b"teacher_tokens", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

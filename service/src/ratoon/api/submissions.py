@@ -137,7 +137,12 @@ def _batch_command(
             with_teacher_logprobs=request.with_teacher_logprobs,
         )
     loss = _loss(request)
-    resolved = resolve_loss(loss, batch, has_frozen_reference=has_reference)
+    resolved = resolve_loss(
+        loss,
+        batch,
+        has_frozen_reference=has_reference,
+        has_value_head=policy.spec.model.value_head,
+    )
     assert policy.info is not None
     check_teachers(loss, batch, policy.info.vocab_size)
     if isinstance(request, service_pb2.ForwardBackwardRequest):

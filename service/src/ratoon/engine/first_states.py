@@ -115,6 +115,7 @@ def check_fits(model: ModelSpec, source: ModelSpec) -> None:
     for name, got, expected in (
         (base, own, theirs),
         ("lora", model.tuning, source.tuning),
+        ("value_head", model.value_head, source.value_head),
         ("dtype", model.dtype, source.dtype),
         ("seed", model.seed, source.seed if is_seeded else model.seed),
     ):

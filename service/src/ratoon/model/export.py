@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import psutil
@@ -43,7 +43,11 @@ from ratoon.model.safetensors_files import (
 )
 from ratoon.model.spec import PresetBase
 from ratoon.model.support import CONFIG_NAME, wrapper_of
+from ratoon.model.value_head import FILE as VALUE_HEAD
+from ratoon.model.value_head import NAME as HEAD_NAME
+from ratoon.model.value_head import is_of_head
 
+T = TypeVar("T")
 _ADAPTER_NAME = "adapter_model.safetensors"
 
 # Elements of a tensor, such as those of norms, that is copied together with others: a GPU takes
@@ -126,7 +130,7 @@ class WeightsCopy:
             for file, names in self._parameters.items():
                 for name in names:
                     weight = weights[name]
-                    if weight.adapted is None and self._has_base:
+                    if self._has_base and not weight.is_trained:
                         continue
                     base = weight.parameter
                     if shards is not None and weight.name in shards:
@@ -158,6 +162,8 @@ class WeightsCopy:
 
         Returns the digests of the weight files by name.
         """
+        for file in self._content:
+            (folder / file).parent.mkdir(exist_ok=True)
         digests = write_files(folder, self._content, self._wait, self._model.sizes.num_on_host)
         if self._rank:
             return digests
@@ -242,9 +248,16 @@ def export_weights(model: PolicyModel, folder: Path, *, is_merged: bool = False)
 def _planned_files(model: PolicyModel, *, is_merged: bool) -> dict[str, list[str]]:
     """The names of exported tensors by file."""
     like, aside = exported_like(model, is_merged=is_merged), model.base.aside
+    of_head = {VALUE_HEAD: names} if (names := sorted(filter(is_of_head, like))) else {}
+    like = _without_head(like)
     if model.adapter is not None and not is_merged:
-        return {_ADAPTER_NAME: sorted(like)}
-    return plan_files(like, sorted(aside.digests) if aside else ())
+        return {**of_head, _ADAPTER_NAME: sorted(like)}
+    return {**of_head, **plan_files(like, sorted(aside.digests) if aside else ())}
+
+
+def _without_head(names: Mapping[str, T]) -> dict[str, T]:
+    """What is of a model that has no value head, by the names of tensors."""
+    return {name: each for name, each in names.items() if not is_of_head(name)}
 
 
 def _owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
@@ -277,10 +290,11 @@ def _rest_of(
                 write_wrapper(folder / CONFIG_NAME, said)
             else:
                 write_both_words(folder / CONFIG_NAME, said, model.config)
+            files = {name: each for name, each in files.items() if name != VALUE_HEAD}
             if len(files) > 1:
                 aside = model.base.aside
                 others = (aside.num_elements, aside.num_bytes) if aside else (0, 0)
-                like = exported_like(model, is_merged=is_merged)
+                like = _without_head(exported_like(model, is_merged=is_merged))
                 write_index(folder, files, like, others)
             if isinstance(model.spec.base, PresetBase):
                 write_tokenizer(folder)
@@ -367,8 +381,10 @@ def exported_values(
     if model.adapter is None or is_merged:
         own = values if names.is_fused else family_of(model.config).exported(values)
         return {names.there(name): value for name, value in own.items()}
-    parted = _part_adapters(values)
-    return {names.adapted(name): value for name, value in parted.items()}
+    parted = _part_adapters(_without_head(values))
+    adapted = {names.adapted(name): value for name, value in parted.items()}
+    of_head = {name: value for name, value in values.items() if is_of_head(name)}
+    return adapted | {name[name.index(HEAD_NAME) :]: value for name, value in of_head.items()}
 
 
 def _own_values(model: PolicyModel, values: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -47,6 +47,7 @@ from ratoon.model.support import (
     text_words,
     wrapper_of,
 )
+from ratoon.model.value_head import add_value_head, take_head
 
 _LOG = get_logger("folders")
 # Files that are published beside the weights, if the folder has them.
@@ -106,16 +107,22 @@ def published_files(folder: ModelFolder) -> dict[str, bytes]:
 
 
 def load_folder(
-    folder: ModelFolder, dtype: torch.dtype, *, is_published: bool = True
+    folder: ModelFolder,
+    dtype: torch.dtype,
+    *,
+    is_published: bool = True,
+    has_value_head: bool = False,
 ) -> tuple[PreTrainedModel, Base]:
     """Returns the model of a folder, on the host, and what versions take over from the folder.
 
-    `is_published`: whether they have its weights, and not those of an adapter alone. Raises what
+    `is_published`: whether they have its weights, and not those of an adapter alone.
+    `has_value_head`: whether the model has a value head, the folder's or one of zeros. Raises what
     `read_config` and `open_tensors` raise, and INVALID_ARGUMENT naming a tensor that is missing,
     not the model's, of another shape, or not finite.
     """
-    config, said = read_config(folder)
+    config, said = read_config(folder, has_value_head=has_value_head)
     stored = unpack(open_tensors(folder))
+    head = take_head(stored, folder) if has_value_head else {}
     if any(isinstance(each, Unpacked) for each in stored.values()):
         _LOG.warning(
             "experts in MXFP4 are read as bfloat16, and published so", folder=str(folder.path)
@@ -130,6 +137,8 @@ def load_folder(
     kept = _judge_tensors(own, names, config)
     module = _loaded(config, own, dtype)
     add_undeclared(module.config, said)
+    if has_value_head:
+        add_value_head(module, head)
     base = Base(names=names, media_tokens=media_tokens(said))
     if not is_published:
         return module, base

@@ -23,6 +23,7 @@ from ratoon.model.folder_model import load_folder
 from ratoon.model.policy_model import PolicyModel, names_by_layer
 from ratoon.model.presets import build_preset
 from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
+from ratoon.model.value_head import add_value_head, value_head_of
 from ratoon.planner.layer_kinds import Attention
 from ratoon.shards.layer_shards import RING, LayerShards
 from ratoon.shards.parts import NO_MATRICES, Matrices, Part, parts_of, shared_out
@@ -120,11 +121,18 @@ def read_model(
     base, is_full = Base(), not isinstance(spec.tuning, LoraTuning)
     if isinstance(spec.base, PresetBase):
         module, name = build_preset(spec.base.name, spec.seed), spec.base.name
+        if spec.value_head:
+            add_value_head(module, {})
     else:
         folder = ModelFolder.of(Path(spec.base.folder), models_root)
         name = _base_name(folder)
         # The reader of an adapter has its base's files.
-        module, base = load_folder(folder, dtype, is_published=is_full or publishes_merged)
+        module, base = load_folder(
+            folder,
+            dtype,
+            is_published=is_full or publishes_merged,
+            has_value_head=spec.value_head,
+        )
     _cast_parameters(module, dtype)
     # Nothing is padded: the padding token is trained like any other.
     cast("Any", module.get_input_embeddings()).padding_idx = None
@@ -135,6 +143,8 @@ def read_model(
         adapter = add_adapter(module, spec.tuning, spec.seed, name)
         if publishes_merged:
             check_merges(module)
+        if (head := value_head_of(module)) is not None:
+            head.requires_grad_()
     num_copies = 2 if keep_reference and adapter is None else 1
     return HostModel(
         spec=spec,

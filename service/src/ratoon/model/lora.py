@@ -258,6 +258,11 @@ class MergedWeight:
     parameter: nn.Parameter
     adapted: nn.Module | None
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether it changes: by its adapter or, of a value head, itself."""
+        return self.adapted is not None or self.parameter.requires_grad
+
     @torch.no_grad()
     def write(self, base: Tensor, into: Tensor) -> None:
         """Write the base's values or, where it is adapted, W + scale * B A: computed in float32, or

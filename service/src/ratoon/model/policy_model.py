@@ -26,6 +26,7 @@ from ratoon.model.safetensors_files import FUSED_EXPERTS
 from ratoon.model.spec import ModelDtype, ModelInfo, ModelSpec
 from ratoon.model.streamed_attention import AttentionStream
 from ratoon.model.support import foreign_window, longest_sequence
+from ratoon.model.value_head import ValueHead, first_values, value_head_of
 from ratoon.planner.activation_plan import DecoderSizes, HeadLoad, Kept, fetched_at, max_tokens
 from ratoon.planner.layer_kinds import Layer, window_of_layers
 from ratoon.planner.stage_plan import HeldTokens, StreamTokens, plan_forward
@@ -121,6 +122,7 @@ class PolicyModel:
         self._is_reference = False
         # Where the adapter's parameters are in their modules, and those that are there.
         self._slots = {} if adapter is None else _slots(adapter, self.named_trainable())
+        self._first_head = {} if adapter is None else first_values(self.named_trainable())
         decoder = cast("Any", module).get_decoder()
         self._trains_decoder = any(p.requires_grad for p in decoder.parameters())
         self._bound: Mapping[str, Parameter] | None = None
@@ -163,6 +165,11 @@ class PolicyModel:
     def lm_head(self) -> LmHead:
         """The head of the weights that answer."""
         return LmHead.of(cast("Any", self._active).get_output_embeddings())
+
+    @property
+    def value_head(self) -> ValueHead | None:
+        """What gives hidden states a value; None: there is none, or the reference answers."""
+        return None if self._is_reference else value_head_of(self.module)
 
     def forward_hidden(
         self,
@@ -274,7 +281,10 @@ class PolicyModel:
         assert self.adapter is not None
         like = self.named_trainable()
         made = {name: Parameter(torch.empty_like(parameter)) for name, parameter in like.items()}
-        initialize(made, seed)
+        initialize({name: made[name] for name in made.keys() - self._first_head.keys()}, seed)
+        with torch.no_grad():
+            for name, first in self._first_head.items():
+                made[name].copy_(first)
         return made
 
     def bind(self, trained: Mapping[str, Parameter]) -> None:

@@ -51,6 +51,8 @@ class ModelSpec:
     dtype: ModelDtype
     # Seed of random initial weights and adapters.
     seed: int
+    # Whether there is a value head beside the LM head.
+    value_head: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,20 +87,27 @@ _FIELDS_LEFT_OUT = {
     "transformers_version",
     "use_return_dict",
 }
+# Endings of transformers' classifiers, which have a family's decoder and a head for labels.
+_CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 # Fields that are checked in every family: other readers of a folder use them even if transformers
 # does not declare them.
 _LOOKED_AT_ANYWHERE = ("head_dim", "layer_types", "sliding_window")
 
 
-def read_config(folder: ModelFolder) -> tuple[PreTrainedConfig, dict[str, object]]:
+def read_config(
+    folder: ModelFolder, *, has_value_head: bool = False
+) -> tuple[PreTrainedConfig, dict[str, object]]:
     """Returns the configuration of a model folder, and everything in its config.json that is true
     of versions, too.
 
-    Only the second has fields that the family lacks, for the published files. Raises
+    `has_value_head`: the folder may be a classifier's, whose head is no LM head. Only the second
+    returned value has fields that the family lacks, for the published files. Raises
     INVALID_ARGUMENT if config.json cannot be read or a field has an impossible value, and
     UNSUPPORTED for features that are not served.
     """
     said = folder.read_object(CONFIG_NAME, _MAX_CONFIG_BYTES)
+    if has_value_head:
+        said = _of_decoder(said)
     wrapper = wrapper_of(said)
     if wrapper is None:
         config = _config(said, _family(said))
@@ -110,6 +117,17 @@ def read_config(folder: ModelFolder) -> tuple[PreTrainedConfig, dict[str, object
         return _config(text_words(said), wrapper.family), said
     except RatoonError as err:
         raise _within_text(err) from err
+
+
+def _of_decoder(said: dict[str, object]) -> dict[str, object]:
+    """What a classifier's config.json says as that of its family's class, whose LM head is then
+    the embedding."""
+    architecture = _architecture(said) or ""
+    for ending in _CLASSIFIERS:
+        if architecture.endswith(ending):
+            own = architecture.removesuffix(ending) + "ForCausalLM"
+            return {**said, "architectures": [own], "tie_word_embeddings": True}
+    return said
 
 
 def wrapper_of(said: Mapping[str, object]) -> Wrapper | None:

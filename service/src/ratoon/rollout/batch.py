@@ -71,6 +71,9 @@ class RolloutBatch:
     # a Forward that answers their log-probs.
     teacher_tokens: NDArray[np.int32] | None = None
     teacher_logprobs: NDArray[np.float32] | None = None
+    # float32 [J]: returns, and values of an earlier version; for the value term of a loss.
+    returns: NDArray[np.float32] | None = None
+    old_values: NDArray[np.float32] | None = None
     # What was sent, where rollouts that cannot be trained were dropped. Ids of all groups; int64
     # [G] and [S]: index of each group among them, and of each rollout in its group; int64 [B, 5],
     # what was dropped, in request order: group, rollout, code of the reason, response token or -1,

@@ -79,6 +79,8 @@ class RawRollout:
     # [R, K].
     teacher_tokens: NDArray[np.generic] | None = None
     teacher_logprobs: NDArray[np.generic] | None = None
+    returns: NDArray[np.floating] | None = None
+    old_values: NDArray[np.floating] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,6 +61,8 @@ ARRAYS: Mapping[str, tuple[str, str]] = {
     # Two axes each.
     "teacher_tokens": ("<i4", "J"),
     "teacher_logprobs": ("<f4", "J"),
+    "returns": ("<f4", "J"),
+    "old_values": ("<f4", "J"),
     "sent_group": ("<i8", "G"),
     "sent_rollout": ("<i8", "S"),
     # Two axes.
@@ -83,6 +85,8 @@ _OPTIONAL = frozenset(
         "outside_mask",
         "teacher_tokens",
         "teacher_logprobs",
+        "returns",
+        "old_values",
         "sent_group",
         "sent_rollout",
         "bad_rollouts",

@@ -221,6 +221,8 @@ def validate_groups(
         route_offsets=routes.route_offsets,
         teacher_tokens=teacher_JK,
         teacher_logprobs=teacher_logprobs(rollouts, teacher_JK, mask, fields),
+        returns=token_column(rollouts, "returns", fields),
+        old_values=token_column(rollouts, "old_values", fields),
         top_p=settings.top_p,
         top_k=settings.top_k,
         sampling_mask=masks.sampling_mask,

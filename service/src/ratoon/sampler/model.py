@@ -27,6 +27,7 @@ from ratoon.model.presets import preset_config
 from ratoon.model.spec import FolderBase, ModelSpec, PresetBase
 from ratoon.model.support import longest_sequence, media_tokens, read_config
 from ratoon.model.tokenizer import tokenizer_of
+from ratoon.model.value_head import is_of_head
 from ratoon.planner.layer_kinds import Attention
 from ratoon.sampler.port import BaseFacts, Weights
 from ratoon.train.imported import read_weights
@@ -44,7 +45,8 @@ def base_facts(spec: ModelSpec, models_root: Path) -> BaseFacts:
     if isinstance(spec.base, PresetBase):
         config, media = preset_config(spec.base.name), dict[str, int]()
     else:
-        config, said = read_config(ModelFolder.of(Path(spec.base.folder), models_root))
+        folder = ModelFolder.of(Path(spec.base.folder), models_root)
+        config, said = read_config(folder, has_value_head=spec.value_head)
         media = media_tokens(said)
     return BaseFacts(
         vocab_size=int(cast("int", config.vocab_size)),
@@ -167,7 +169,8 @@ def _with_cache(source: PreTrainedModel, spec: ModelSpec) -> tuple[Any, Any]:
         adapter = attach_adapter(module, spec.tuning, "")
     module.requires_grad_(requires_grad=False)
     # Tied weights come as one, under two names.
-    module.load_state_dict(source.state_dict(), strict=True, assign=True)
+    stored = {name: each for name, each in source.state_dict().items() if not is_of_head(name)}
+    module.load_state_dict(stored, strict=True, assign=True)
     buffers = dict(source.named_buffers())
     for name, buffer in list(module.named_buffers()):
         if buffer.is_meta:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ratoon.errors import invalid
+from ratoon.model import value_head
 from ratoon.model.aside import Aside
 from ratoon.model.export import exported_values, importable_like, imported_values
 from ratoon.model.families import family_of
@@ -65,9 +66,10 @@ def read_weights(
 ) -> ImportedWeights:
     """Read `folder` for `model`; `digest`: of the files that it must have, "": any.
 
-    An adapter's folder may have factors of some of the linear maps alone. Those of the others are
-    then as at the policy's creation, which adds nothing to the base, or with `adds` zeros. It may
-    have the base's embedding and LM head, as peft saves them beside adapters of theirs.
+    An adapter's folder may have factors of some of the linear maps alone, and no value head. Those
+    of the others are then as at the policy's creation, which adds nothing to the base, or with
+    `adds` zeros. It may have the base's embedding and LM head, as peft saves them beside adapters
+    of theirs.
     Takes as much of the host's memory as all files and the largest of them. Raises what
     `weight_files` raises, and INVALID_ARGUMENT or UNSUPPORTED naming the file or tensor: names and
     shapes must be those of the model's export, where experts may be fused and the decoder's names
@@ -78,6 +80,9 @@ def read_weights(
     known = (*expected.values(), *own.values())
     most = 8 * sum(like.numel() for like in known) + _MAX_HEADER_BYTES
     names = weight_files(folder, has_adapter=is_adapter)
+    has_head = model.value_head is not None
+    if has_head and folder.has(value_head.NAME):
+        names.append(value_head.FILE)
     files = _sizes(folder, names, most + (aside.num_bytes if aside else 0))
     if digest:
         # First, for a folder that was changed may not even load.
@@ -90,7 +95,8 @@ def read_weights(
     stored: dict[str, Stored] = {}
     digests: dict[str, str] = {}
     for name, size in files.items():
-        data = folder.read(name, size)
+        within, leaf = _place(folder, name)
+        data = within.read(leaf, size)
         digests[name] = digest_bytes(data)
         add_tensors(stored, parse_tensors(name, data))
     if digest:
@@ -98,6 +104,8 @@ def read_weights(
     _check_others(folder, files, stored)
     _take_base(stored, own)
     trained = _trained(stored, aside)
+    if has_head:
+        trained |= value_head.take_head(trained)
     if model.adapter is not None:
         from ratoon.model.lora import covered
 
@@ -110,6 +118,12 @@ def read_weights(
         size_bytes=sum(files.values()),
         dtypes=tuple(sorted({tensor.get_dtype() for tensor in trained.values()})),
     )
+
+
+def _place(folder: ModelFolder, name: str) -> tuple[ModelFolder, str]:
+    """The folder that has a file, and its name there."""
+    within, _, leaf = name.rpartition("/")
+    return (folder.below(within) if within else folder), leaf
 
 
 def _expected(model: PolicyModel) -> dict[str, Tensor]:
@@ -156,7 +170,8 @@ def _sizes(folder: ModelFolder, names: Collection[str], most: int) -> dict[str, 
     """Sizes of the files by name: at most `most` bytes, the model's in float64."""
     sizes: dict[str, int] = {}
     for name in names:
-        with folder.open(name) as file:
+        within, leaf = _place(folder, name)
+        with within.open(leaf) as file:
             sizes[name] = os.fstat(file.fileno()).st_size
     if (size := sum(sizes.values())) > most:
         raise invalid(FIELD, f"{size} bytes of weights", f"at most {most}: the model's as float64")
@@ -164,7 +179,8 @@ def _sizes(folder: ModelFolder, names: Collection[str], most: int) -> dict[str, 
 
 
 def _digest_of(folder: ModelFolder, name: str) -> str:
-    with folder.open(name) as file:
+    within, leaf = _place(folder, name)
+    with within.open(leaf) as file:
         return digest_stream(file)
 
 

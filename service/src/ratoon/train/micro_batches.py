@@ -22,6 +22,7 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.lm_head import LmHead
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.router import RoutedTokens
+from ratoon.model.value_head import ValueHead
 from ratoon.planner.waves import fits_forest
 from ratoon.rollout.forest import build_forest, pack
 from ratoon.rollout.packed import Forest, KeptTokens, MicroBatch, PackedBatch, Stage
@@ -53,6 +54,10 @@ class DeviceBatch:
     candidate_LK: Tensor | None = None
     # How many of each row's likeliest tokens are to be found: the candidates then. 0: none.
     num_best: int = 0
+    # What gives each row a value; None: values are not asked for.
+    value_head: ValueHead | None = None
+    # Whether log-probs have a gradient; else values alone do.
+    moves_logprobs: bool = True
 
     @property
     def has_candidates(self) -> bool:
@@ -71,17 +76,24 @@ class TokenOutputs:
     """Log-prob of each target [M] and entropy of each predicting row [R].
 
     Log-probs [L, K] of each term's candidates, if there are any, and their ids [L, K], if they
-    were to be found.
+    were to be found; value of each row [R], if the batch has a value head.
     """
 
     logprob_M: Tensor
     entropy_R: Tensor
     candidate_LK: Tensor | None = None
     best_LK: Tensor | None = None
+    value_R: Tensor | None = None
 
 
 def to_device(
-    packed: PackedBatch, device: torch.device, windows: Collection[int] = (), *, num_best: int = 0
+    packed: PackedBatch,
+    device: torch.device,
+    windows: Collection[int] = (),
+    *,
+    num_best: int = 0,
+    value_head: ValueHead | None = None,
+    moves_logprobs: bool = True,
 ) -> DeviceBatch:
     """Copy the index arrays over and build the layout once for all layers, with their `windows`."""
     forest, candidates = packed.forest, packed.term_candidates
@@ -109,6 +121,8 @@ def to_device(
         mask=None if packed.kept is None else _mask_on(packed.kept, device),
         candidate_LK=None if candidates is None else put(candidates, device).long(),
         num_best=num_best,
+        value_head=value_head,
+        moves_logprobs=moves_logprobs,
     )
 
 
@@ -146,13 +160,6 @@ def run_model(model: PolicyModel, batch: DeviceBatch) -> TokenOutputs:
     hidden_RD = hidden_TD.index_select(0, batch.row_index_R)
     every = slice(None)
     return run_head(model.lm_head, hidden_RD, batch, HeadPart(every, every, every))
-
-
-def backward(hidden_TD: Tensor, gradient_TD: Tensor) -> None:
-    """Run the decoder backward from hidden states of it, which have no graph if only the LM head
-    is trained."""
-    if hidden_TD.requires_grad:
-        torch.autograd.backward([hidden_TD], [gradient_TD])
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +214,12 @@ def run_head(head: LmHead, hidden_RD: Tensor, batch: DeviceBatch, part: HeadPart
         term=head.term(hidden_RD),
     )
     logprob_M, candidate_LK = part.split(logprob_M, batch)
-    return TokenOutputs(logprob_M=logprob_M, entropy_R=entropy_R, candidate_LK=candidate_LK)
+    return TokenOutputs(
+        logprob_M=logprob_M,
+        entropy_R=entropy_R,
+        candidate_LK=candidate_LK,
+        value_R=None if batch.value_head is None else batch.value_head(hidden_RD),
+    )
 
 
 def _run_best(head: LmHead, hidden_RD: Tensor, batch: DeviceBatch, part: HeadPart) -> TokenOutputs:

@@ -37,7 +37,6 @@ from ratoon.train.micro_batches import (
     PackedMicroBatch,
     PassHooks,
     TokenOutputs,
-    backward,
     packed_micro_batches,
     put,
     run_model,
@@ -128,7 +127,13 @@ def _train(
 ) -> list[Tensor]:
     """Add the gradient of the loss sum of one micro-batch; the sums of each of its losses."""
     packed, device = item.packed, model.device
-    batch = to_device(packed, device, model.windows)
+    batch = to_device(
+        packed,
+        device,
+        model.windows,
+        value_head=None if prepared.loss.value is None else model.value_head,
+        moves_logprobs=prepared.loss.moves_logprobs,
+    )
     balance = load_balance(model, prepared, packed, group)
     reference_L = _reference(model, prepared, item, batch, group)
 
@@ -161,7 +166,7 @@ def train_rows(
     hidden_RD = hidden_TD.index_select(0, batch.row_index_R)
     part, terms = whole_batch(packed), RowTerms(packed)
     done = run_row_loss(model.lm_head, hidden_RD, batch, part, terms, loss)
-    backward(hidden_RD, done.dhidden_RD)
+    done.backward()
     clock.lap("backward")
     return done
 
@@ -179,7 +184,8 @@ def _train_in_two_phases(
     entropy_L = outputs.entropy_R.detach()[batch.term_row_L]
     every = np.arange(len(packed.term_target))
     candidate_LK = None if outputs.candidate_LK is None else outputs.candidate_LK.detach()
-    output = loss.of(every, logprob_L, entropy_L, candidate_LK)
+    value_L = None if outputs.value_R is None else outputs.value_R.detach()[batch.term_row_L]
+    output = loss.of(every, logprob_L, entropy_L, candidate_LK, value_L)
     clock.lap("forward")
     seeds = [_scatter(output.grad_logprob_L, batch.term_target_L, outputs.logprob_M)]
     heads = [outputs.logprob_M]
@@ -189,9 +195,12 @@ def _train_in_two_phases(
     if outputs.candidate_LK is not None and output.grad_candidate_LK is not None:
         seeds.append(output.grad_candidate_LK)
         heads.append(outputs.candidate_LK)
+    if outputs.value_R is not None and output.grad_value_L is not None:
+        seeds.append(_scatter(output.grad_value_L, batch.term_row_L, outputs.value_R))
+        heads.append(outputs.value_R)
     torch.autograd.backward(heads, seeds)
     clock.lap("backward")
-    return loss.sums(every, logprob_L, entropy_L, candidate_LK)
+    return loss.sums(every, logprob_L, entropy_L, candidate_LK, value_L)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,13 +208,14 @@ class ForwardColumns:
     """float32 (float64 for a float64 model) [J] each, 0 where the loss mask is false.
 
     With log-probs of candidates [J, K] where they were asked for; ids of these, int32 [J, K],
-    where they were to be found.
+    where they were to be found; values [J] of a model with a value head.
     """
 
     logprob_J: NDArray[np.floating]
     entropy_J: NDArray[np.floating]
     candidate_JK: NDArray[np.floating] | None
     best_JK: NDArray[np.int32] | None
+    value_J: NDArray[np.floating] | None
     rows: int
     forward_s: float
     rank_seconds: tuple[float, ...] = ()
@@ -220,6 +230,7 @@ class ForwardColumns:
             entropy_J=reduce(operator.add, (done.entropy_J for done in ranks)),
             candidate_JK=_sum_of([done.candidate_JK for done in ranks]),
             best_JK=_sum_of([done.best_JK for done in ranks]),
+            value_J=_sum_of([done.value_J for done in ranks]),
             rows=sum(done.rows for done in ranks),
             forward_s=max(done.forward_s for done in ranks),
             rank_seconds=tuple(done.forward_s for done in ranks),
@@ -238,8 +249,8 @@ def forward_pass(
     hooks: PassHooks,
     group: SequenceGroup = ALONE,
 ) -> ForwardColumns:
-    """Log-prob and entropy of every trained token, and what `prepared` asks of candidates, without
-    gradients; 0 where other ranks of `group` ran its row. Raises CANCELLED."""
+    """Log-prob, entropy and value of every trained token, and what `prepared` asks of candidates,
+    without gradients; 0 where other ranks of `group` ran its row. Raises CANCELLED."""
     tokens: list[NDArray[np.int64]] = []
     results: list[Tensor] = []
     candidates: list[Tensor] = []
@@ -249,12 +260,19 @@ def forward_pass(
     with torch.inference_mode():
         for item in packed_micro_batches(model.device, prepared, mask_J, hooks):
             device_batch = to_device(
-                item.packed, model.device, model.windows, num_best=prepared.num_best
+                item.packed,
+                model.device,
+                model.windows,
+                num_best=prepared.num_best,
+                value_head=model.value_head,
             )
             outputs = _outputs(model, item, device_batch, group)
             logprob_L = outputs.logprob_M[device_batch.term_target_L]
             entropy_L = outputs.entropy_R[device_batch.term_row_L]
-            results.append(torch.stack([logprob_L, entropy_L]))
+            columns = [logprob_L, entropy_L]
+            if outputs.value_R is not None:
+                columns.append(outputs.value_R[device_batch.term_row_L])
+            results.append(torch.stack(columns))
             if outputs.candidate_LK is not None:
                 candidates.append(outputs.candidate_LK)
             if outputs.best_LK is not None:
@@ -264,17 +282,19 @@ def forward_pass(
     clock.lap("forward")
     dtype = np.float64 if model.lm_head_VD.dtype is torch.float64 else np.float32
     place = np.concatenate(tokens) if tokens else np.empty(0, np.int64)
-    columns_2J = np.zeros((2, len(mask_J)), dtype)
+    has_values = model.value_head is not None
+    columns_CJ = np.zeros((2 + has_values, len(mask_J)), dtype)
     if results:
-        columns_2J[:, place] = torch.cat(results, dim=1).cpu().numpy()
+        columns_CJ[:, place] = torch.cat(results, dim=1).cpu().numpy()
     num_candidates = prepared.num_candidates
     has_candidates, has_best = num_candidates > 0, prepared.num_best > 0
     shape = (len(mask_J), num_candidates)
     return ForwardColumns(
-        logprob_J=columns_2J[0],
-        entropy_J=columns_2J[1],
+        logprob_J=columns_CJ[0],
+        entropy_J=columns_CJ[1],
         candidate_JK=_at_tokens(place, candidates, shape, dtype) if has_candidates else None,
         best_JK=_at_tokens(place, best, shape, np.int32) if has_best else None,
+        value_J=columns_CJ[2] if has_values else None,
         rows=rows,
         forward_s=clock.seconds()["forward"],
     )
@@ -319,8 +339,8 @@ def _reference(
     if kl.reference is ReferenceKind.GIVEN:
         assert prepared.batch.reference_logprobs is not None
         return put(prepared.batch.reference_logprobs[item.packed.term_token], model.device)
-    # Candidates are asked of the policy alone.
-    batch = replace(batch, candidate_LK=None)
+    # Candidates and values are asked of the policy alone.
+    batch = replace(batch, candidate_LK=None, value_head=None)
     with torch.no_grad(), model.reference():
         outputs = add_up(_outputs(model, item, batch, group), group)
         return outputs.logprob_M[batch.term_target_L]

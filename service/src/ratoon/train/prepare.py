@@ -45,6 +45,7 @@ from ratoon_proto.types import (
     AdvantageKind,
     BadRolloutReason,
     LogprobsOf,
+    LossKind,
     OldLogprobsKind,
     OverlongFilter,
     OverlongPenalty,
@@ -185,6 +186,9 @@ def prepare(
         RatoonError: STALE_ROLLOUTS if the loss refuses stale rollouts.
     """
     started = time.perf_counter()
+    if loss.kind is LossKind.VALUE:
+        # A critic's log-probs are no sampler's policy's: their difference means nothing.
+        batch = replace(batch, sampler_logprobs=None)
     shared = sort_sequences(batch)
     selection = select(batch, loss, version)
     columns = _columns(batch, loss, shared, selection)
@@ -320,12 +324,13 @@ def has_trained_tokens(batch: RolloutBatch) -> NDArray[np.bool_]:
 def _has_gradient(batch: RolloutBatch, loss: Loss, columns: Columns) -> NDArray[np.bool_]:
     """Sequences that an update runs, bool [S]: the others' terms are zero whatever the model says.
 
-    A term of the policy gradient is a multiple of its advantage; KL, distillation, entropy and
-    balance are not, and a KL is measured also where its coefficient is 0.
+    A term of the policy gradient is a multiple of its advantage; KL, distillation, value, entropy
+    and balance are not, and a KL is measured also where its coefficient is 0.
     """
     has_gradient_J = columns.counted_J
     coefficients = (loss.entropy_coefficient, loss.router_aux_loss_coefficient)
-    if loss.kl is None and loss.distillation is None and not any(coefficients):
+    terms = loss.kl, loss.distillation, loss.value
+    if terms == (None, None, None) and not any(coefficients):
         has_gradient_J = has_gradient_J & (columns.advantage_J != 0)
     return trained_lengths(batch, has_gradient_J) > 0
 

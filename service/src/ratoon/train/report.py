@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -133,15 +134,16 @@ def packed_work(run: Prepared | PreparedForward, rows: int, window: int | None) 
     )
 
 
-def training_flops(sizes: Geometry, work: Work) -> float:
+def training_flops(sizes: Geometry, work: Work, *, moves_logprobs: bool = True) -> float:
     """FLOPs of one forward and backward; recomputation is not counted.
 
     A weight costs 2 a token forward, 2 for the gradient of its input and 2 for its own where it is
-    trained; a (query, key) pair 14 a head dimension: two products forward, five backward. A
-    recurrence costs its forward three times.
+    trained; the LM head's only the forward, unless log-probs have a gradient. A (query, key) pair
+    costs 14 a head dimension: two products forward, five backward. A recurrence costs its forward
+    three times.
     """
     layers = work.tokens * (4 * sizes.layer_parameters + 2 * sizes.trained_layer_parameters)
-    per_head_weight = 6 if sizes.head_is_trained else 4
+    per_head_weight = 2 + moves_logprobs * (4 if sizes.head_is_trained else 2)
     head = per_head_weight * sizes.vocab_size * sizes.hidden_size * work.rows
     head += 6 * sizes.head_adapter_parameters * work.rows
     of_pairs, recurrent = sizes.mixer_flops(work)
@@ -225,7 +227,8 @@ def forward_backward_report(
     own = NoDivisor() if by in (DivideBy.CONSTANT, DivideBy.NONE) else CounterDivisor(counter=by)
     divisor = divide_number(own, totals.counters)
     seconds = PhaseSeconds(plan=prepared.seconds, forward=done.forward_s, backward=done.backward_s)
-    usage = meter.figures(prepared, training_flops, done.rows, done.forward_s + done.backward_s)
+    flops = partial(training_flops, moves_logprobs=prepared.loss.moves_logprobs)
+    usage = meter.figures(prepared, flops, done.rows, done.forward_s + done.backward_s)
     report = _packing_report(prepared.plan, seconds, usage, done.rank_seconds)
     sums = pass_warnings(found, totals.sums)
     return replace(

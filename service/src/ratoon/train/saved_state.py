@@ -96,5 +96,8 @@ def copy_saved_state(source: Path, folder: Path, model: ModelSpec) -> int:
 
 
 def plain_model(model: ModelSpec) -> object:
-    """JSON values of a model's spec."""
-    return json.loads(json.dumps(asdict(model)))
+    """JSON values of a model's spec; without a value head, those of before there were any."""
+    plain = json.loads(json.dumps(asdict(model)))
+    if not model.value_head:
+        del plain["value_head"]
+    return plain

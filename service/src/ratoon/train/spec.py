@@ -83,7 +83,7 @@ class TrainerSpec:
         seed = model.seed if isinstance(model.base, PresetBase) else None
         process = self.device, self.num_threads, self.deterministic
         memory = self.host_activation_bytes, self.max_tenants
-        kind = model.base, model.tuning, model.dtype, seed, self.attention_backend
+        kind = model.base, model.tuning, model.value_head, model.dtype, seed, self.attention_backend
         return repr((*kind, self.publishes_merged, *process, *memory))
 
     @property

@@ -28,15 +28,8 @@ from ratoon.model.router import RoutedTokens
 from ratoon.rollout.packed import PackedBatch, Stage
 from ratoon.shards.sequence_group import SequenceGroup
 from ratoon.train.clock import DeviceClock
-from ratoon.train.loss.batch_loss import LossOfTerms, RowPart, RowTerms, run_row_loss
-from ratoon.train.micro_batches import (
-    DeviceBatch,
-    HeadPart,
-    TokenOutputs,
-    backward,
-    put,
-    run_head,
-)
+from ratoon.train.loss.batch_loss import LossOfTerms, RowLoss, RowPart, RowTerms, run_row_loss
+from ratoon.train.micro_batches import DeviceBatch, HeadPart, TokenOutputs, put, run_head
 from ratoon_kernels import Span
 
 
@@ -150,7 +143,11 @@ class Whole:
             best_LK = batch.term_row_L.new_zeros((len(batch.term_row_L), batch.num_best))
             candidate_LK = torch.zeros_like(best_LK, dtype=dtype)
         return TokenOutputs(
-            logprob_M=logprob_M, entropy_R=entropy_R, candidate_LK=candidate_LK, best_LK=best_LK
+            logprob_M=logprob_M,
+            entropy_R=entropy_R,
+            candidate_LK=candidate_LK,
+            best_LK=best_LK,
+            value_R=None if batch.value_head is None else torch.zeros_like(entropy_R),
         )
 
 
@@ -177,8 +174,8 @@ class RowHead:
         self._terms = RowTerms(whole.packed)
         self._loss = loss
         self._clock = clock
-        # Hidden states of the rows of open stages, and their gradients.
-        self._rows: dict[int, tuple[Tensor, Tensor]] = {}
+        # The losses of open stages.
+        self._rows: dict[int, RowLoss] = {}
 
     def add(self, run: StageRun) -> None:
         self._clock.lap("forward")
@@ -190,12 +187,12 @@ class RowHead:
             whole.lm_head, hidden_RD, whole.batch, part.own, self._terms, self._loss
         )
         self.sums += done.sums
-        self._rows[run.index] = hidden_RD, done.dhidden_RD
+        self._rows[run.index] = done
 
     def close(self, run: StageRun) -> None:
         found = self._rows.pop(run.index, None)
         if found is not None:
-            backward(*found)
+            found.backward()
         elif run.has_gradient:
             _backward_zeros(run)
         self._clock.lap("backward")
@@ -212,7 +209,7 @@ class TwoPhaseHead:
         self._results = whole.zeros()
         # Their gradients.
         self._seeds = whole.zeros()
-        self._has_entropy = False
+        self._has_entropy = self._has_value = False
         # Outputs of open stages, with their graphs.
         self._outputs: dict[int, TokenOutputs] = {}
 
@@ -236,6 +233,9 @@ class TwoPhaseHead:
             if self._has_entropy:
                 heads.append(outputs.entropy_R)
                 grads.append(seeds.entropy_R[rows])
+            if self._has_value and outputs.value_R is not None and seeds.value_R is not None:
+                heads.append(outputs.value_R)
+                grads.append(seeds.value_R[rows])
             torch.autograd.backward(heads, grads)
         elif run.has_gradient:
             _backward_zeros(run)
@@ -253,6 +253,8 @@ class TwoPhaseHead:
         self._results.entropy_R.add_(found.entropy_R)
         if self._results.candidate_LK is not None and found.candidate_LK is not None:
             self._results.candidate_LK.add_(found.candidate_LK)
+        if self._results.value_R is not None and found.value_R is not None:
+            self._results.value_R.add_(found.value_R)
 
     def _add_loss(self, part: StagePart) -> None:
         """Add the loss of whole sequences, all of whose log-probs are there."""
@@ -262,7 +264,8 @@ class TwoPhaseHead:
         candidate_LK = results.candidate_LK
         if candidate_LK is not None:
             candidate_LK = candidate_LK[index_L]
-        outputs = results.logprob_M[target_L], results.entropy_R[row_L], candidate_LK
+        value_L = None if results.value_R is None else results.value_R[row_L]
+        outputs = results.logprob_M[target_L], results.entropy_R[row_L], candidate_LK, value_L
         loss = self._loss.of(part.terms, *outputs)
         seeds.logprob_M.index_add_(0, target_L, loss.grad_logprob_L)
         if loss.grad_entropy_L is not None:
@@ -270,6 +273,9 @@ class TwoPhaseHead:
             seeds.entropy_R.index_add_(0, row_L, loss.grad_entropy_L)
         if seeds.candidate_LK is not None and loss.grad_candidate_LK is not None:
             seeds.candidate_LK[index_L] = loss.grad_candidate_LK
+        if seeds.value_R is not None and loss.grad_value_L is not None:
+            self._has_value = True
+            seeds.value_R.index_add_(0, row_L, loss.grad_value_L)
         sums_F = self._loss.sums(part.terms, *outputs)
         # All ranks have the same.
         if self._whole.group.index == 0:
@@ -278,11 +284,12 @@ class TwoPhaseHead:
 
 def add_up(outputs: TokenOutputs, group: SequenceGroup) -> TokenOutputs:
     """Outputs over all ranks, each of which has its own, and zeros elsewhere."""
-    candidate_LK = outputs.candidate_LK
+    candidate_LK, value_R = outputs.candidate_LK, outputs.value_R
     return TokenOutputs(
         logprob_M=group.add_up(outputs.logprob_M),
         entropy_R=group.add_up(outputs.entropy_R),
         candidate_LK=None if candidate_LK is None else group.add_up(candidate_LK),
+        value_R=None if value_R is None else group.add_up(value_R),
     )
 
 
@@ -303,9 +310,12 @@ def _store(outputs: TokenOutputs, part: StagePart, results: TokenOutputs) -> Non
         results.candidate_LK[part.head.terms] = outputs.candidate_LK.detach()
     if results.best_LK is not None and outputs.best_LK is not None:
         results.best_LK[part.head.terms] = outputs.best_LK
+    if results.value_R is not None and outputs.value_R is not None:
+        results.value_R[part.own.rows] = outputs.value_R.detach()
 
 
 def _backward_zeros(run: StageRun) -> None:
     """Nothing of the stage is predicted from, but its keys or routes have gradients: they enter
     inside of each layer, which autograd must come by."""
-    backward(run.hidden_TD, torch.zeros_like(run.hidden_TD))
+    if run.hidden_TD.requires_grad:
+        torch.autograd.backward([run.hidden_TD], [torch.zeros_like(run.hidden_TD)])

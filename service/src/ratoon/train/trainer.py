@@ -71,7 +71,7 @@ from ratoon.train.self_check import SelfCheckOutcome, is_due, run_self_check
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.step_probe import probe_of
 from ratoon.train.verdicts import step_warnings
-from ratoon_proto.types import LogprobsOf, Shard, StepReport
+from ratoon_proto.types import LogprobsOf, LossKind, Shard, StepReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +87,8 @@ class ForwardArrays:
     # [J, K]: the likeliest tokens, int32, the first one first, or the teacher's tokens of the
     # rollouts; and their log-probs.
     teacher: tuple[NDArray[np.int32], NDArray[np.floating]] | None = None
+    # None: there is no value head, or the reference has answered.
+    values: NDArray[np.floating] | None = None
 
 
 class Trainer:
@@ -378,6 +380,7 @@ class Trainer:
             entropy=columns.entropy_J if with_entropy else None,
             report=forward_report(prepared, columns, self._meter),
             teacher=teacher,
+            values=columns.value_J,
         )
 
     @property
@@ -558,9 +561,10 @@ class Trainer:
         return step_report(report, totals, divisor, clock.seconds()["optimizer"])
 
     def _probe(self, found: FoundRollouts, report: StepReport) -> dict[str, float | int | None]:
-        """Run some of a window's tokens again after its step; nothing where there is no memory."""
+        """Run some of a window's tokens again after its step; nothing where there is no memory, and
+        of a critic, whose log-probs nobody samples by."""
         probe = probe_of(found, report)
-        if probe is None:
+        if probe is None or found.prepared.loss.kind is LossKind.VALUE:
             return {}
         try:
             prepared = self.prepare_forward(probe.batch)

@@ -39,6 +39,7 @@ _TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
     *("tekken.json", "tiktoken.model"),
 )
+_VALUE_HEAD = "value_head/*.safetensors"
 _TEMPLATES = ("chat_template*", "additional_chat_templates/*.jinja")
 # By safetensors' names; numpy has no bfloat16, whose bits are the upper half of a float32's.
 _DTYPES: Mapping[str, str] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
@@ -88,6 +89,7 @@ def _write(pulled: PulledWeights, out: Path, base: str | Path | None, merge: boo
     if merge:
         _copy(Path(str(base)), out, ("*", *_TEMPLATES))
         merge_adapter(pulled.folder, out)
+        _copy(pulled.folder, out, (_VALUE_HEAD,))
     else:
         for file in pulled.manifest.files:
             _take(pulled.folder / file.name, out / file.name)

@@ -33,8 +33,10 @@ from ratoon_proto.types import WeightFile, WeightManifest
 
 # Ours, beside a version's files.
 MANIFEST_NAME = ".ratoon-manifest.json"
-# The folder is that of a tokenizer's named chat templates.
-_FILE_NAME = re.compile(r"(additional_chat_templates/)?(?!\.{1,2}$)[a-zA-Z0-9._-]{1,255}")
+# The folders are those of a tokenizer's named chat templates and of a value head.
+_FILE_NAME = re.compile(
+    r"((additional_chat_templates|value_head)/)?(?!\.{1,2}$)[a-zA-Z0-9._-]{1,255}"
+)
 _NAME = re.compile(r"(?!\.{1,2}$)[a-zA-Z0-9._-]{1,255}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _VERSION = re.compile(r"version-(\d{1,19})")

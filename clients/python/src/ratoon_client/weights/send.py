@@ -17,7 +17,8 @@ from ratoon_client.errors import InvalidArgumentError, RatoonApiError
 from ratoon_proto.v1 import operation_pb2, policy_pb2, weights_pb2
 
 _READ_BYTES = 2**20
-_TEMPLATES = "additional_chat_templates/*.jinja"
+# Files of folders within the model's.
+_WITHIN = ("additional_chat_templates/*.jinja", "value_head/*.safetensors")
 # A file may expire between two calls, if the sender sleeps for that long.
 _MAX_ROUNDS = 3
 
@@ -74,7 +75,8 @@ async def _send(
 
 def _described(folder: Path) -> list[weights_pb2.WeightFile]:
     files: list[weights_pb2.WeightFile] = []
-    for path in sorted([*folder.iterdir(), *folder.glob(_TEMPLATES)]):
+    within = (path for pattern in _WITHIN for path in folder.glob(pattern))
+    for path in sorted([*folder.iterdir(), *within]):
         if path.is_file() and not path.name.startswith("."):
             digest, size_bytes = _digested(path)
             name = str(path.relative_to(folder))

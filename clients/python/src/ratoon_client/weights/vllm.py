@@ -208,7 +208,12 @@ class StagedVllmAdapter(VllmAdapter):
 
     def _stage(self, folder: Path, manifest: WeightManifest) -> None:
         self._staging_id = uuid.uuid4().hex
-        files = [asdict(file) for file in manifest.files if file.name.endswith(".safetensors")]
+        files = [
+            asdict(file)
+            for file in manifest.files
+            # An engine has no value head, which is in a folder of its own.
+            if file.name.endswith(".safetensors") and "/" not in file.name
+        ]
         info = {"staging_id": self._staging_id, "folder": str(folder), "files": files}
         self._post("/init_weight_transfer_engine", {"init_info": info})
         deadline = time.monotonic() + self._load_s

@@ -28,7 +28,9 @@ OPERATION_ID = re.compile(r"[a-zA-Z0-9._:-]{1,128}")
 # xxh3-128 in hexadecimal.
 DIGEST = re.compile(r"[0-9a-f]{32}")
 # The folder is that of a tokenizer's named chat templates.
-FILE_NAME = re.compile(r"(additional_chat_templates/)?(?!\.{1,2}$)[a-zA-Z0-9._-]{1,255}")
+FILE_NAME = re.compile(
+    r"((additional_chat_templates|value_head)/)?(?!\.{1,2}$)[a-zA-Z0-9._-]{1,255}"
+)
 INT32_MAX = 2**31 - 1
 T = TypeVar("T")
 EnumT = TypeVar("EnumT", bound=StrEnum)

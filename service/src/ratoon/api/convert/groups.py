@@ -37,6 +37,8 @@ _ARRAYS: Mapping[Any, str] = MappingProxyType(
         "reference_logprobs": "values",
         "advantages": "values",
         "token_weights": "values",
+        "returns": "values",
+        "old_values": "values",
     }
 )
 

@@ -80,6 +80,7 @@ def policy_spec(message: wire.PolicySpec, defaults: SpecDefaults) -> PolicySpec:
             tuning=_tuning(spec.lora),
             dtype=ModelDtype(spec.dtype),
             seed=spec.seed,
+            value_head=spec.value_head,
         ),
         optimizer=_optimizer(spec.optimizer, spec.lora),
         sequencing=spec.sequencing,

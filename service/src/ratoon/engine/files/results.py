@@ -50,6 +50,7 @@ def write_forward_output(
     *,
     is_reference: bool,
     teacher_JK: tuple[NDArray[np.int32], NDArray[np.floating]] | None = None,
+    value_J: NDArray[np.floating] | None = None,
 ) -> tuple[str, int]:
     """Write both files; return the digest and the size in bytes of the output.
 
@@ -59,6 +60,8 @@ def write_forward_output(
     if teacher_JK is not None:
         tokens, logprobs = (encode_array(column) for column in teacher_JK)
         output.MergeFrom(ForwardOutput(teacher_tokens=tokens, teacher_logprobs=logprobs))
+    if value_J is not None:
+        output.values.CopyFrom(encode_array(value_J))
     data = output.SerializeToString(deterministic=True)
     digest = digest_bytes(data)
     keys = b"".join(_rollout_keys(batch, is_reference=is_reference))

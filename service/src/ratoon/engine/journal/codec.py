@@ -70,6 +70,7 @@ TAGS: dict[str, type] = {
     "staleness": proto.StalenessConfig,
     "distillation": proto.DistillationConfig,
     "teacher": proto.Teacher,
+    "value": proto.ValueLossConfig,
     "result.policy": PolicyResult,
     "result.step": proto.StepResult,
     "result_file": proto.ResultFile,
@@ -95,11 +96,18 @@ _TAG_OF = {cls: tag for tag, cls in TAGS.items()}
 _ADDED: dict[type, frozenset[str]] = {
     ForwardCommand: frozenset({"num_teacher_tokens", "with_teacher_logprobs"}),
     Choices: frozenset({"teachers"}),
-    proto.LossConfig: frozenset({"distillation"}),
+    ModelSpec: frozenset({"value_head"}),
+    proto.LossConfig: frozenset({"distillation", "value"}),
     proto.KlConfig: frozenset({"teachers"}),
     proto.DistillationConfig: frozenset({"teachers", "num_teacher_tokens"}),
     proto.StepResult: frozenset({"teachers"}),
-    proto.StepReport: frozenset({"teacher_kl", "teacher_mass", "policy_mass"}),
+    proto.StepReport: frozenset(
+        {
+            *("teacher_kl", "teacher_mass", "policy_mass"),
+            *("value_loss", "value_mean", "return_mean"),
+            *("explained_variance", "value_clip_fraction"),
+        }
+    ),
     proto.LoraTuning: frozenset({"use_rslora"}),
     proto.PublishConfig: frozenset({"merged"}),
 }

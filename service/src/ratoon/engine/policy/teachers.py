@@ -184,7 +184,7 @@ class Teachers:
             wait_s = min(2 * wait_s, _MAX_RETRY_S)
 
     async def _forwarded(
-        self, question: Question, body: bytes, batch: RolloutBatch, before: float
+        self, question: Question, body: bytes | memoryview, batch: RolloutBatch, before: float
     ) -> Operation:
         """A Forward of the teacher once it has ended, or cannot end any more."""
         policies = self._run.ports.policies
@@ -271,7 +271,7 @@ def _loss_of(command: Command | None) -> LossConfig:
     return command.loss
 
 
-def asking(question: Question, body: bytes) -> Submission:
+def asking(question: Question, body: bytes | memoryview) -> Submission:
     """The Forward that answers a question; `body`: the serialized batch of its groups."""
     command = ForwardCommand(
         with_entropy=False,

@@ -242,7 +242,12 @@ class TaskRunner:
         logprobs_of: LogprobsOf | None = None,
     ) -> PlannedTask:
         request, batch = command.loss, _with_answers(task, _read_batch(task), command.loss)
-        loss = resolve_loss(request, batch, has_frozen_reference=self._spec.keep_reference)
+        loss = resolve_loss(
+            request,
+            batch,
+            has_frozen_reference=self._spec.keep_reference,
+            has_value_head=self._spec.model.value_head,
+        )
         if command.on_bad_rollout is BadRolloutAction.DROP:
             batch = self.trainer.without_bad(batch, loss)
         old, entropy = _read_forward(task, batch, entropy_share=request.top_entropy_share)
@@ -293,6 +298,7 @@ class TaskRunner:
             arrays.entropy,
             is_reference=command.use_reference,
             teacher_JK=arrays.teacher,
+            value_J=arrays.values,
         )
         return ForwardResult(
             version=self.version, digest=digest, size_bytes=size_bytes, report=arrays.report

@@ -7,7 +7,8 @@ run one after the other, as the gradient of a log-prob depends on that log-prob 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +19,14 @@ from torch import Tensor
 from ratoon.model.lm_head import LmHead
 from ratoon.rollout.packed import PackedBatch
 from ratoon.train.loss.compute import LossGradients, LossOutput, TermColumns, compute_loss
-from ratoon.train.micro_batches import DeviceBatch, HeadPart, TokenOutputs, put, put_index
+from ratoon.train.micro_batches import (
+    DeviceBatch,
+    HeadPart,
+    TokenOutputs,
+    put,
+    put_index,
+    run_head,
+)
 from ratoon.train.prepare import Prepared
 from ratoon.train.rollout_figures import TokenParts
 from ratoon_kernels import token_logprobs_forward_backward
@@ -53,15 +61,15 @@ class BatchLoss:
         logprob_L: Tensor,
         entropy_L: Tensor,
         candidate_LK: Tensor | None = None,
+        value_L: Tensor | None = None,
     ) -> LossGradients:
-        """Gradients at terms with these log-probs, entropies and log-probs of candidates."""
+        """Gradients at terms with these log-probs, entropies, log-probs of candidates, values."""
         is_trained_L = self._is_trained_L[terms]
         if is_trained_L.all():
-            return self._of(terms, logprob_L, entropy_L, candidate_LK)
+            return self._of(terms, logprob_L, entropy_L, candidate_LK, value_L)
         trained = put_index(np.flatnonzero(is_trained_L), self._device)
-        if candidate_LK is not None:
-            candidate_LK = candidate_LK[trained]
-        loss = self._of(terms[is_trained_L], logprob_L[trained], entropy_L[trained], candidate_LK)
+        outputs = _at(trained, candidate_LK), _at(trained, value_L)
+        loss = self._of(terms[is_trained_L], logprob_L[trained], entropy_L[trained], *outputs)
         return loss.among(trained, len(terms))
 
     def _of(
@@ -70,11 +78,12 @@ class BatchLoss:
         logprob_L: Tensor,
         entropy_L: Tensor,
         candidate_LK: Tensor | None,
+        value_L: Tensor | None,
     ) -> LossOutput:
         """The loss of trained terms."""
         counted = put_index(np.flatnonzero(self._is_counted_L[terms]), self._device)
         columns = self._columns.at(put_index(terms, self._device), counted)
-        return compute_loss(self._loss, columns, logprob_L, entropy_L, candidate_LK)
+        return compute_loss(self._loss, columns, logprob_L, entropy_L, candidate_LK, value_L)
 
     def sums(
         self,
@@ -82,6 +91,7 @@ class BatchLoss:
         logprob_L: Tensor,
         entropy_L: Tensor,
         candidate_LK: Tensor | None = None,
+        value_L: Tensor | None = None,
     ) -> Tensor:
         """Sums of these terms for the report, as `LossOutput.sums`; asked once for each term."""
         if self._is_asked:
@@ -90,11 +100,14 @@ class BatchLoss:
             trained = put_index(np.flatnonzero(is_trained_L), self._device)
             terms = terms[is_trained_L]
             logprob_L, entropy_L = logprob_L[trained], entropy_L[trained]
-            if candidate_LK is not None:
-                candidate_LK = candidate_LK[trained]
-        output = self._of(terms, logprob_L, entropy_L, candidate_LK)
+            candidate_LK, value_L = _at(trained, candidate_LK), _at(trained, value_L)
+        output = self._of(terms, logprob_L, entropy_L, candidate_LK, value_L)
         self._found.add(self._token_L[terms], logprob_L, output)
         return output.sums()
+
+
+def _at(places: slice | Tensor, values: Tensor | None) -> Tensor | None:
+    return None if values is None else values[places]
 
 
 def _columns(
@@ -112,6 +125,9 @@ def _columns(
 
     old_J, sampler_J = _old_logprobs(prepared), batch.sampler_logprobs
     teacher_JK = None if prepared.loss.distillation is None else batch.teacher_logprobs
+    value = prepared.loss.value
+    return_J = None if value is None else batch.returns
+    old_value_J = None if value is None or value.clip is None else batch.old_values
     is_usable_S = ~batch.sampler_is_raw[packed.forest.sequences]
     if sampler_J is None:
         is_usable_S = np.zeros_like(is_usable_S)
@@ -126,6 +142,8 @@ def _columns(
         sampler_usable_L=put(is_usable_S[packed.term_sequence], like.device),
         reference_L=None if reference_L is None else reference_L.to(like.dtype),
         teacher_LK=None if teacher_JK is None else take(teacher_JK),
+        return_L=None if return_J is None else take(return_J),
+        old_value_L=None if old_value_J is None else take(old_value_J),
     )
 
 
@@ -143,7 +161,8 @@ def _old_logprobs(prepared: Prepared) -> NDArray[np.floating] | None:
 
 class LossOfTerms(Protocol):
     """The loss of any of a packed batch's terms: int64 [n], ascending indexes of them, with their
-    log-probs, entropies and, where the batch has candidates, log-probs [n, K] of these."""
+    log-probs, entropies and, where the batch has candidates, log-probs [n, K] of these, and values
+    [n] where it has a value head."""
 
     def of(
         self,
@@ -151,6 +170,7 @@ class LossOfTerms(Protocol):
         logprob_L: Tensor,
         entropy_L: Tensor,
         candidate_LK: Tensor | None,
+        value_L: Tensor | None,
         /,
     ) -> LossGradients:
         """Its gradients."""
@@ -162,6 +182,7 @@ class LossOfTerms(Protocol):
         logprob_L: Tensor,
         entropy_L: Tensor,
         candidate_LK: Tensor | None,
+        value_L: Tensor | None,
         /,
     ) -> Tensor:
         """Sums of the terms for the report, as `LossOutput.sums`; asked once for each term."""
@@ -180,12 +201,24 @@ class RowPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLoss:
-    """What became of a part's rows. `dhidden_RD` in the dtype of the hidden states."""
+    """What became of a part's rows."""
 
     outputs: TokenOutputs
-    dhidden_RD: Tensor
+    # Hidden states [R, D] and, where they have a gradient, values [R]; gradients of these.
+    roots: list[Tensor]
+    seeds: list[Tensor]
     # As `LossOutput.sums`, if the part has a term.
     sums: list[Tensor]
+
+    def backward(self) -> None:
+        """Add the gradient of the loss to that of every parameter but the LM head's.
+
+        Hidden states have no graph if nothing of the decoder is trained.
+        """
+        with_graph = [root.requires_grad for root in self.roots]
+        if any(with_graph):
+            roots, seeds = compress(self.roots, with_graph), compress(self.seeds, with_graph)
+            torch.autograd.backward([*roots], [*seeds])
 
 
 class RowTerms:
@@ -224,22 +257,25 @@ def run_row_loss(
     terms: RowTerms,
     loss: LossOfTerms,
 ) -> RowLoss:
-    """Loss and gradients of a part of `batch`, whose hidden states, [R, D] of its rows, enter.
+    """Loss of a part of `batch`, whose hidden states, [R, D] of its rows, enter with their graph.
 
     Gradients of the LM head's weight, where it is trained, and of an adapter on it are added to
-    those of the parameters. The graph of the hidden states stays as it is.
+    those of the parameters; `backward` of what is returned does the rest.
     """
     own = terms.of(part.rows.start, part.rows.stop)
     device = hidden_RD.device
     own_terms = put_index(own, device) if batch.has_candidates else slice(0)
     head = HeadPart(part.rows, put(part.targets, device), own_terms)
     token_M, row_M = head.tokens(batch)
-    seeds = _Seeds(part, own, head, batch, terms, loss)
-    hidden_RD = hidden_RD.detach().requires_grad_()
-    term = lm_head.term(hidden_RD)
+    value_R = None if batch.value_head is None else batch.value_head(hidden_RD)
+    seeds = _Seeds(part, own, head, batch, terms, loss, value_R)
+    if value_R is not None and not batch.moves_logprobs:
+        return _run_critic(lm_head, hidden_RD, value_R, batch, seeds)
+    own_RD = hidden_RD.detach().requires_grad_()
+    term = lm_head.term(own_RD)
     weight_VD = lm_head.weight_VD
     found = token_logprobs_forward_backward(
-        hidden_RD,
+        own_RD,
         weight_VD,
         token_M,
         row_M,
@@ -256,17 +292,38 @@ def run_row_loss(
     if term is not None and found.dterm is not None:
         factors = [term.u_RA, term.b_VA.view_as(term.b_VA)]
         torch.autograd.backward(factors, [found.dterm.u_RA, found.dterm.b_VA])
-        assert hidden_RD.grad is not None
-        dhidden_RD = dhidden_RD + hidden_RD.grad
+        assert own_RD.grad is not None
+        dhidden_RD = dhidden_RD + own_RD.grad
     logprob_M, candidate_LK = head.split(found.logprob_M, batch)
     outputs = TokenOutputs(
-        logprob_M=logprob_M, entropy_R=found.entropy_R, candidate_LK=candidate_LK
+        logprob_M=logprob_M,
+        entropy_R=found.entropy_R,
+        candidate_LK=candidate_LK,
+        value_R=None if value_R is None else value_R.detach(),
     )
-    return RowLoss(outputs=outputs, dhidden_RD=dhidden_RD, sums=seeds.sums(outputs))
+    roots, grads = [hidden_RD], [dhidden_RD]
+    if value_R is not None and seeds.dvalue_R is not None:
+        roots.append(value_R)
+        grads.append(seeds.dvalue_R)
+    return RowLoss(outputs=outputs, roots=roots, seeds=grads, sums=seeds.sums(outputs))
+
+
+def _run_critic(
+    lm_head: LmHead, hidden_RD: Tensor, value_R: Tensor, batch: DeviceBatch, seeds: _Seeds
+) -> RowLoss:
+    """The loss of values alone: the LM head is run for the report, and is not run backward."""
+    with torch.no_grad():
+        outputs = run_head(lm_head, hidden_RD, replace(batch, value_head=None), seeds.head)
+    outputs = replace(outputs, value_R=value_R.detach())
+    seeds.of_rows(slice(0, len(hidden_RD)), outputs.logprob_M, outputs.entropy_R)
+    assert seeds.dvalue_R is not None, "every row has a term"
+    return RowLoss(
+        outputs=outputs, roots=[value_R], seeds=[seeds.dvalue_R], sums=seeds.sums(outputs)
+    )
 
 
 class _Seeds:
-    """Gradients of a part's log-probs and entropies, filled in as rows are run."""
+    """Gradients of a part's log-probs, entropies and values, filled in as rows are run."""
 
     def __init__(
         self,
@@ -276,15 +333,19 @@ class _Seeds:
         batch: DeviceBatch,
         terms: RowTerms,
         loss: LossOfTerms,
+        value_R: Tensor | None,
     ) -> None:
         """`own`: the part's terms, ascending."""
         self._part, self._own = part, own
-        self._head, self._batch = head, batch
+        self.head, self._batch = head, batch
         self._terms = terms
         self._loss = loss
         # As `HeadPart.tokens` has them.
         self._dlogprob_M: Tensor | None = None
         self._dentropy_R: Tensor | None = None
+        self._value_R = None if value_R is None else value_R.detach()
+        # Gradients of the values; None: there are none.
+        self.dvalue_R: Tensor | None = None
 
     def of_rows(
         self, rows: slice, logprob_M: Tensor, entropy_R: Tensor
@@ -296,8 +357,8 @@ class _Seeds:
             target_L, row_L = self._places(terms, device)
             if self._dlogprob_M is None:
                 self._dlogprob_M = torch.zeros_like(logprob_M)
-            target_M, all_NK = self._head.split(logprob_M, self._batch)
-            dtarget_M, dall_NK = self._head.split(self._dlogprob_M, self._batch)
+            target_M, all_NK = self.head.split(logprob_M, self._batch)
+            dtarget_M, dall_NK = self.head.split(self._dlogprob_M, self._batch)
             own_L = slice(0)
             if all_NK is not None:
                 own_L = put_index(np.searchsorted(self._own, terms), device)
@@ -305,7 +366,8 @@ class _Seeds:
                 terms,
                 target_M[target_L],
                 entropy_R[row_L],
-                None if all_NK is None else all_NK[own_L],
+                _at(own_L, all_NK),
+                _at(row_L, self._value_R),
             )
             _add_terms(dtarget_M, target_L, loss.grad_logprob_L)
             if dall_NK is not None and loss.grad_candidate_LK is not None:
@@ -314,6 +376,10 @@ class _Seeds:
                 if self._dentropy_R is None:
                     self._dentropy_R = torch.zeros_like(entropy_R)
                 _add_terms(self._dentropy_R, row_L, loss.grad_entropy_L)
+            if self._value_R is not None and loss.grad_value_L is not None:
+                if self.dvalue_R is None:
+                    self.dvalue_R = torch.zeros_like(self._value_R)
+                _add_terms(self.dvalue_R, row_L, loss.grad_value_L)
         return self._dlogprob_M, self._dentropy_R
 
     def sums(self, outputs: TokenOutputs) -> list[Tensor]:
@@ -322,7 +388,8 @@ class _Seeds:
             return []
         target_L, row_L = self._places(self._own, outputs.logprob_M.device)
         logprob_L, entropy_L = outputs.logprob_M[target_L], outputs.entropy_R[row_L]
-        return [self._loss.sums(self._own, logprob_L, entropy_L, outputs.candidate_LK)]
+        others = outputs.candidate_LK, _at(row_L, outputs.value_R)
+        return [self._loss.sums(self._own, logprob_L, entropy_L, *others)]
 
     def _places(
         self, terms: NDArray[np.int64], device: torch.device

@@ -9,6 +9,7 @@ Shape letters of this package: L terms, C terms that count, S sequences of the m
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,7 @@ from ratoon.train.loss.ratios import (
 )
 from ratoon.train.loss.spec import Loss
 from ratoon.train.loss.sums import CountedTerms, sum_terms
+from ratoon.train.loss.values import value_terms
 from ratoon_proto.types import CorrectionLevel
 
 
@@ -56,6 +58,9 @@ class TermColumns:
     reference_L: Tensor | None
     # [L, K]: the teacher's log-probs of each term's candidates; None: no distillation term.
     teacher_LK: Tensor | None = None
+    # [L]; None: no value term, no clip of it.
+    return_L: Tensor | None = None
+    old_value_L: Tensor | None = None
 
     def at(self, terms: Tensor | slice, counted_C: Tensor | slice) -> TermColumns:
         """Columns of some terms, of which `counted_C` count."""
@@ -74,6 +79,8 @@ class TermColumns:
             sampler_usable_L=self.sampler_usable_L[terms],
             reference_L=pick(self.reference_L),
             teacher_LK=pick(self.teacher_LK),
+            return_L=pick(self.return_L),
+            old_value_L=pick(self.old_value_L),
         )
 
 
@@ -81,12 +88,13 @@ class TermColumns:
 class LossGradients:
     """Gradients of the loss sum, [L] each, [L, K] of candidates.
 
-    None: there is no entropy bonus, no distillation.
+    None: there is no entropy bonus, no distillation, no value term.
     """
 
     grad_logprob_L: Tensor
-    grad_entropy_L: Tensor | None
+    grad_entropy_L: Tensor | None = None
     grad_candidate_LK: Tensor | None = None
+    grad_value_L: Tensor | None = None
 
     def among(self, terms: Tensor | slice, num_terms: int) -> LossGradients:
         """The gradients of so many terms, of which these are `terms`; those of the others are 0."""
@@ -97,10 +105,12 @@ class LossGradients:
             return spread_L
 
         entropy_L, candidate_LK = self.grad_entropy_L, self.grad_candidate_LK
+        value_L = self.grad_value_L
         return LossGradients(
             grad_logprob_L=spread(self.grad_logprob_L),
             grad_entropy_L=None if entropy_L is None else spread(entropy_L),
             grad_candidate_LK=None if candidate_LK is None else spread(candidate_LK),
+            grad_value_L=None if value_L is None else spread(value_L),
         )
 
 
@@ -128,11 +138,13 @@ def compute_loss(
     logprob_L: Tensor,
     entropy_L: Tensor,
     candidate_LK: Tensor | None = None,
+    value_L: Tensor | None = None,
 ) -> LossOutput:
     """Loss sum over the counted terms and its gradient.
 
     `logprob_L` and `entropy_L`: detached, float32 or float64 [L], of the current policy at the
-    sampling temperature; `candidate_LK`: log-probs of the candidates, for a loss that distils.
+    sampling temperature; `candidate_LK`: log-probs of the candidates, for a loss that distils;
+    `value_L`: values, for a loss with a value term.
     Where `columns.old_L` is None the old log-probs are the current ones.
     """
     logprob_L = logprob_L.detach().requires_grad_()
@@ -182,18 +194,31 @@ def compute_loss(
             loss.distillation, candidate_LK[counted_C], columns.teacher_LK[counted_C]
         )
         term_C = term_C + loss.distillation.coefficient * divergence.value_L
-    else:
-        candidate_LK = None
+    value = None
+    if loss.value is not None:
+        assert value_L is not None
+        assert columns.return_L is not None
+        value_L = value_L.detach().requires_grad_()
+        old_value_L = columns.old_value_L
+        value = value_terms(
+            loss.value,
+            value_L[counted_C],
+            columns.return_L[counted_C],
+            None if old_value_L is None else old_value_L[counted_C],
+        )
+        term_C = term_C + loss.value.coefficient * value.loss_L
 
-    grad_logprob_L, grad_entropy_L, *grad_candidates = _gradients(
-        (weight_C * term_C).sum(),
-        [logprob_L, entropy_L, *([] if candidate_LK is None else [candidate_LK])],
-    )
+    inputs = {"grad_logprob_L": logprob_L}
+    if loss.entropy_coefficient != 0:
+        inputs["grad_entropy_L"] = entropy_L
+    if divergence is not None and candidate_LK is not None:
+        inputs["grad_candidate_LK"] = candidate_LK
+    if value is not None and value_L is not None:
+        inputs["grad_value_L"] = value_L
+    gradients = _gradients((weight_C * term_C).sum(), inputs)
     has_ratio, has_clip = LOSSES[loss.kind].has_ratio, loss.objective.has_clip
     return LossOutput(
-        grad_logprob_L=grad_logprob_L,
-        grad_entropy_L=grad_entropy_L if loss.entropy_coefficient != 0 else None,
-        grad_candidate_LK=grad_candidates[0] if grad_candidates else None,
+        **gradients,
         counted=CountedTerms(
             index_C=counted_C,
             weight_C=weight_C,
@@ -201,6 +226,7 @@ def compute_loss(
             policy_gradient_C=gradient_term_C,
             kl=kl,
             divergence=divergence,
+            value=value,
             entropy_C=entropy_C,
             logprob_C=logprob_C,
             log_ratio_C=free_log_ratio_C if has_ratio else None,
@@ -228,8 +254,11 @@ def _correction(loss: Loss, columns: TermColumns, old_L: Tensor) -> CorrectionTe
     return correction_terms(loss.correction, loss.correction_mask, mismatch).at(columns.counted_C)
 
 
-def _gradients(total: Tensor, inputs: list[Tensor]) -> list[Tensor]:
-    """Gradients of `total` with respect to each input, zero where it has none."""
+def _gradients(total: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients of `total` with respect to each input, by its name, zero where it has none."""
     if not total.requires_grad:
-        return [torch.zeros_like(value) for value in inputs]
-    return [*torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)]
+        return {name: torch.zeros_like(value) for name, value in inputs.items()}
+    found = torch.autograd.grad(
+        total, [*inputs.values()], allow_unused=True, materialize_grads=True
+    )
+    return dict(zip(inputs, found, strict=True))

@@ -354,4 +354,11 @@ LOSSES: Mapping[LossKind, LossDefinition] = {
         advantage=None,
         has_ratio=False,
     ),
+    LossKind.VALUE: LossDefinition(
+        objective=NoObjective,
+        token_weight=TokenWeight.PER_TOKEN,
+        divide_by=DivideBy.TOKENS,
+        advantage=None,
+        has_ratio=False,
+    ),
 }

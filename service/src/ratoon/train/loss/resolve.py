@@ -21,7 +21,7 @@ from ratoon.train.loss.kinds import (
     require_not_negative,
     resolve_objective,
 )
-from ratoon.train.loss.spec import Distillation, Loss
+from ratoon.train.loss.spec import Distillation, Loss, ValueLoss
 from ratoon_proto.types import (
     AdvantageKind,
     CorrectionMask,
@@ -49,11 +49,17 @@ _REWARD_ADVANTAGES = (
 )
 
 
-def resolve_loss(request: LossConfig, batch: RolloutBatch, *, has_frozen_reference: bool) -> Loss:
+def resolve_loss(
+    request: LossConfig,
+    batch: RolloutBatch,
+    *,
+    has_frozen_reference: bool,
+    has_value_head: bool = False,
+) -> Loss:
     """Fill in the defaults of the loss and check that `batch` carries all that it needs.
 
-    `has_frozen_reference`: the policy keeps its initial weights. Raises `RatoonError`
-    (INVALID_ARGUMENT or UNSUPPORTED) naming the field.
+    `has_frozen_reference`: the policy keeps its initial weights; `has_value_head`: it has a critic.
+    Raises `RatoonError` (INVALID_ARGUMENT or UNSUPPORTED) naming the field.
     """
     definition = LOSSES[request.kind]
     require_not_negative("loss.router_aux_loss_coefficient", request.router_aux_loss_coefficient)
@@ -79,6 +85,7 @@ def resolve_loss(request: LossConfig, batch: RolloutBatch, *, has_frozen_referen
         report_groups=request.report_groups,
         count_untrained=request.count_untrained,
         distillation=_resolve_distillation(request, batch),
+        value=_resolve_value(request, batch, has_value_head=has_value_head),
     )
 
 
@@ -264,6 +271,27 @@ def _resolve_distillation(request: LossConfig, batch: RolloutBatch) -> Distillat
         # The teacher's tokens may be outside of it, where the policy has no log-prob.
         raise invalid(field, "rollouts with a sampling_mask", "rollouts without")
     return Distillation(divergence=asked.divergence, coefficient=asked.coefficient, beta=beta)
+
+
+def _resolve_value(
+    request: LossConfig, batch: RolloutBatch, *, has_value_head: bool
+) -> ValueLoss | None:
+    """There are a value head, returns and, for a clip, old values; None: no such term."""
+    asked, field = request.value, "loss.value"
+    if asked is None:
+        if request.kind is LossKind.VALUE:
+            raise invalid(field, "none", "the loss of the value head")
+        return None
+    if not has_value_head:
+        raise invalid(field, "a policy without a value head", "one created with value_head")
+    require_finite(f"{field}.coefficient", asked.coefficient)
+    if batch.returns is None:
+        raise invalid(field, "no returns", "rollouts that carry returns")
+    if asked.clip is not None:
+        require(f"{field}.clip", asked.clip, asked.clip > 0, "a finite float32 above 0")
+        if batch.old_values is None:
+            raise invalid(f"{field}.clip", asked.clip, "rollouts that carry old_values")
+    return ValueLoss(coefficient=asked.coefficient, clip=asked.clip)
 
 
 def _has_old_logprobs(request: LossConfig) -> bool:

@@ -53,6 +53,15 @@ class Distillation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ValueLoss:
+    """A critic's loss, added to each term. `clip`: how far from its old value a value is moved;
+    None: however far."""
+
+    coefficient: float
+    clip: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
     """One loss, complete. None stands for a term or source that this loss does not have."""
 
@@ -81,6 +90,13 @@ class Loss:
     # Whether sequences without a trained token are counted.
     count_untrained: bool = False
     distillation: Distillation | None = None
+    value: ValueLoss | None = None
+
+    @property
+    def moves_logprobs(self) -> bool:
+        """Whether log-probs or entropies have a gradient. A critic's alone moves only values."""
+        terms = self.kl, self.distillation, self.entropy_coefficient or None
+        return self.kind is not LossKind.VALUE or terms != (None, None, None)
 
     @property
     def normalisation(self) -> Normalisation:

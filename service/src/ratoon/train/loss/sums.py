@@ -29,6 +29,7 @@ from ratoon.train.additive import (
 from ratoon.train.loss.divergences import DivergenceTerms
 from ratoon.train.loss.objectives import PolicyTerms
 from ratoon.train.loss.ratios import CorrectionTerms, KlTerms, clamp_gap, clamp_k3, is_beyond
+from ratoon.train.loss.values import ValueTerms
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,18 @@ class LossSums(Merged):
     teacher_kl: float = total()
     teacher_mass: float = total()
     policy_mass: float = total()
+    # A loss with a value term: the term without its coefficient, which carries the token weight;
+    # terms, values, returns, their squares and bounds, those of returns less values, and clipped
+    # terms.
+    value_loss: float = total()
+    valued: float = total()
+    value: float = total()
+    returned: float = total()
+    return_square: float = total()
+    return_min: float = smallest()
+    return_max: float = largest(-math.inf)
+    value_gap_square: float = total()
+    value_clipped: float = total()
     log_ratios: Counts = field(default_factory=Counts)
 
     @classmethod
@@ -130,6 +143,7 @@ class LossSums(Merged):
             "teacher_kl": mean(self.teacher_kl, self.distilled),
             "teacher_mass": mean(self.teacher_mass, self.distilled),
             "policy_mass": mean(self.policy_mass, self.distilled),
+            **self._value_figures(),
             "sampler_kl": mean(self.sampler_kl, self.sampler_terms),
             "sampler_gap_mean": mean(self.sampler_gap, self.sampler_terms),
             "sampler_gap_abs_mean": mean(self.sampler_gap_abs, self.sampler_terms),
@@ -154,6 +168,23 @@ class LossSums(Merged):
             "ratio_p99": ratio_at(0.99),
         }
 
+    def _value_figures(self) -> dict[str, float | int | None]:
+        if not self.valued:
+            return {}
+        value, returned = self.value / self.valued, self.returned / self.valued
+        explained = None
+        if self.return_min < self.return_max:
+            variance = self.return_square / self.valued - returned**2
+            left = self.value_gap_square / self.valued - (returned - value) ** 2
+            explained = 1.0 - left / variance if variance > 0 else None
+        return {
+            "value_loss": scaled(self.value_loss, self.weight),
+            "value_mean": value,
+            "return_mean": returned,
+            "explained_variance": explained,
+            "value_clip_fraction": self.value_clipped / self.valued,
+        }
+
     def _effective_terms(self) -> float:
         """Effective sample size of the correction's weights."""
         square = self.correction_square
@@ -167,8 +198,8 @@ _MERGES = merges_of(LossSums)
 class CountedTerms:
     """Everything that is known of the terms that count, [C] each; gradients are ignored.
 
-    None: the loss has no KL term, teacher, ratio, clip, old log-probs or correction; nobody sent
-    sampler log-probs.
+    None: the loss has no KL term, teacher, value term, ratio, clip, old log-probs or correction;
+    nobody sent sampler log-probs.
     """
 
     # Places among the terms that the loss was asked for.
@@ -179,6 +210,7 @@ class CountedTerms:
     policy_gradient_C: Tensor
     kl: KlTerms | None
     divergence: DivergenceTerms | None
+    value: ValueTerms | None
     entropy_C: Tensor
     logprob_C: Tensor
     # Log of the loss's ratio, before its clamp: for gspo the sequence's.
@@ -212,6 +244,7 @@ def sum_terms(terms: CountedTerms) -> Tensor:
         "silenced": _silenced(terms),
         **_kl(terms, weight_C),
         **_divergence(terms),
+        **_value(terms, weight_C),
         **_clip(terms),
         **_ratio(terms),
         **_correction(terms),
@@ -239,6 +272,24 @@ def _divergence(terms: CountedTerms) -> dict[str, Tensor]:
         "teacher_kl": _sum(terms.divergence.reverse_kl_L),
         "teacher_mass": _sum(terms.divergence.teacher_mass_L),
         "policy_mass": _sum(terms.divergence.policy_mass_L),
+    }
+
+
+def _value(terms: CountedTerms, weight_C: Tensor) -> dict[str, Tensor]:
+    """How far the values are from the returns."""
+    if terms.value is None:
+        return {}
+    value_C, return_C = terms.value.value_L.double(), terms.value.return_L.double()
+    return {
+        "value_loss": (weight_C * terms.value.loss_L.double()).sum(),
+        "valued": _number(value_C),
+        "value": value_C.sum(),
+        "returned": return_C.sum(),
+        "return_square": return_C.square().sum(),
+        "return_min": return_C.min(),
+        "return_max": return_C.max(),
+        "value_gap_square": (return_C - value_C).square().sum(),
+        "value_clipped": _sum(terms.value.clipped_L),
     }
 
 

@@ -95,6 +95,9 @@ def _unused_warnings(batch: RolloutBatch, loss: Loss) -> list[StepWarning]:
     if batch.teacher_logprobs is not None and loss.distillation is None:
         text = "teacher_logprobs were sent but the loss does not distil"
         found.append(warn(WarningKind.UNUSED_LOGPROBS, text))
+    if batch.returns is not None and loss.value is None:
+        text = "returns were sent but the loss trains no value head"
+        found.append(warn(WarningKind.UNUSED_LOGPROBS, text))
     if kl is not None and kl.kind is KlKind.K1 and not kl.importance_weighted and kl.coefficient:
         text = (
             "the expected gradient of kl k1 is zero on policy: a loss of it is noise; take "
