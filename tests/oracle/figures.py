@@ -114,7 +114,9 @@ def _look_at(tokens: _Tokens, counted: Counted, loss: OracleLoss, logprob: Value
     trained = path.trained.tolist()
     whole_gap, mismatch = 0.0, np.zeros(len(path.response))
     if old is not None:
-        gaps = [_held(float(logprob[t] - old[t]), counted.advantages[t], loss) for t in trained]
+        gaps = [
+            _held(float(logprob[t] - old[t]), float(counted.advantages[t]), loss) for t in trained
+        ]
         whole_gap = sum(gaps) / len(gaps)
         if path.sampler is not None:
             mismatch = old - path.sampler
