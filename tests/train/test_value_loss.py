@@ -289,6 +289,7 @@ def test_figures_are_over_counted_tokens(critic: Pair) -> None:
         np.maximum((v - r) ** 2, (held - r) ** 2).mean() / 2, rel=1e-10
     )
     assert report.loss == pytest.approx(sums.total / sums.counters.tokens, rel=1e-10)
+    assert report.value_loss is not None
     assert report.loss == pytest.approx(2.5 * report.value_loss, rel=1e-10)
 
 
@@ -316,14 +317,13 @@ def test_a_value_loss_by_hand() -> None:
     assert not free.clipped_L.any()
 
 
-def _forward(trainer: Trainer, batch: RolloutBatch, budget: int, **asked: Any) -> Any:
+def _forward(
+    trainer: Trainer, batch: RolloutBatch, budget: int, *, use_reference: bool = False
+) -> Any:
     kept_S = prepare.has_trained_tokens(batch)
     plan = make_plan(batch, sort_sequences(batch), kept_S, budget, EAGER)
-    return trainer.forward(
-        trainer.prepare_forward(batch, plan),
-        with_entropy=True,
-        **({"use_reference": False} | asked),
-    )
+    prepared = trainer.prepare_forward(batch, plan)
+    return trainer.forward(prepared, with_entropy=True, use_reference=use_reference)
 
 
 @pytest.mark.parametrize("budget", [9, WHOLE])
