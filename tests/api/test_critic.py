@@ -29,11 +29,12 @@ def _judged(**changes: Any) -> list[rollout_pb2.RolloutGroup]:
             length = rollout.response.shape[0]
             rollout.returns.CopyFrom(requests.floats([0.5] * length))
             rollout.old_values.CopyFrom(requests.floats([0.25] * length))
+    first: Any = groups[0].rollouts[0]
     for name, values in changes.items():
         if values is None:
-            groups[0].rollouts[0].ClearField(name)
+            first.ClearField(name)
         else:
-            getattr(groups[0].rollouts[0], name).CopyFrom(encode_array(np.array(values)))
+            getattr(first, name).CopyFrom(encode_array(np.array(values)))
     return groups
 
 

@@ -322,11 +322,8 @@ def _forward(
 ) -> Any:
     kept_S = prepare.has_trained_tokens(batch)
     plan = make_plan(batch, sort_sequences(batch), kept_S, budget, EAGER)
-    return trainer.forward(
-        trainer.prepare_forward(batch, plan),
-        with_entropy=True,
-        use_reference=use_reference,
-    )
+    prepared = trainer.prepare_forward(batch, plan)
+    return trainer.forward(prepared, with_entropy=True, use_reference=use_reference)
 
 
 @pytest.mark.parametrize("budget", [9, WHOLE])
