@@ -124,6 +124,7 @@ class FakeForward:
     entropy: NDArray[np.floating] | None
     report: StepReport
     teacher: tuple[NDArray[np.int32], NDArray[np.floating]] | None = None
+    values: NDArray[np.floating] | None = None
 
 
 @dataclass(frozen=True)

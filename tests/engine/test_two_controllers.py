@@ -251,7 +251,7 @@ async def test_a_start_that_is_overtaken_takes_no_body_away(
     needed_bodies = startup._needed_bodies
     operations: list[Operation] = []
 
-    async def overtake(run: PolicyRun) -> dict[str, str]:
+    async def overtake(run: PolicyRun) -> frozenset[tuple[str, str]]:
         needed = await needed_bodies(run)
         monkeypatch.undo()
         machine.faults.holds[1.0] = threading.Event()

@@ -150,7 +150,8 @@ def small_losses() -> list[training_pb2.LossConfig]:
     plain = [
         training_pb2.LossConfig(kind=number, old_logprobs=_ON_POLICY if "GSPO" in name else None)
         for name, number in kinds
-        if number and "DISTILLATION" not in name
+        # No policy here has a value head.
+        if number and "DISTILLATION" not in name and "VALUE" not in name
     ]
     rich = training_pb2.LossConfig(
         kind=training_pb2.LOSS_KIND_DAPO,

@@ -120,7 +120,7 @@ def values(model: nn.Module, path: Path) -> Tensor:
 
 def add_value_head(model: nn.Module, file: FilePath) -> None:
     """Put the value head of a file on the model, with an adapter or without."""
-    owner = cast(Any, model.get_base_model() if hasattr(model, "get_base_model") else model)
+    owner = _without_adapter(model)
     stored = load_file(file)
     like = next(model.parameters())
     owner.value_head = nn.Linear(stored["value_head.weight"].shape[1], 1, dtype=like.dtype)
@@ -129,9 +129,11 @@ def add_value_head(model: nn.Module, file: FilePath) -> None:
 
 def head_of(model: nn.Module) -> nn.Module:
     """The value head of a model, with an adapter or without."""
-    return cast(
-        Any, model.get_base_model() if hasattr(model, "get_base_model") else model
-    ).value_head
+    return _without_adapter(model).value_head
+
+
+def _without_adapter(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def of_distributions(rows: Tensor, path: Path) -> tuple[Tensor, Tensor]:

@@ -53,7 +53,7 @@ GIVEN_OLD = OldLogprobs(kind=OldLogprobsKind.GIVEN)
 ON_POLICY = OldLogprobs(kind=OldLogprobsKind.ON_POLICY)
 TOKEN, SEQUENCE = CorrectionLevel.TOKEN, CorrectionLevel.SEQUENCE
 GEOMETRIC = CorrectionLevel.GEOMETRIC
-ADVANTAGED = {*LossKind} - {LossKind.CROSS_ENTROPY, LossKind.DISTILLATION}
+ADVANTAGED = {*LossKind} - {LossKind.CROSS_ENTROPY, LossKind.DISTILLATION, LossKind.VALUE}
 # One batch has many branches, the other all that a random group may have.
 BRANCHES = ("flat", "tree")
 
@@ -133,7 +133,7 @@ BESIDE = {
 def _rows_of_kinds() -> Iterator[tuple[str, Row]]:
     kl_kinds = list(KlKind)
     for index, kind in enumerate(LossKind):
-        if kind in (LossKind.CROSS_ENTROPY, LossKind.DISTILLATION):
+        if kind not in ADVANTAGED:
             continue
         yield f"{kind}", (_on(20), make_request(kind), 30)
         kl = _kl(kl_kinds[index % len(kl_kinds)])

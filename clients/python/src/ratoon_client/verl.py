@@ -273,7 +273,8 @@ class RatoonEngine(BaseEngine):
         if self._lora is None or self._is_merged:
             return self._parameters(), None
         folder = self._pull()
-        config = LoraConfig.from_pretrained(str(folder))
+        stored = LoraConfig.from_json_file(str(folder / "adapter_config.json"))
+        config = LoraConfig.from_peft_type(**stored)
         if base_sync_done:
             return device_tensors(folder), config.to_dict()
         base = device_tensors(self._model_folder)
