@@ -152,6 +152,8 @@ def test_what_rollouts_carry_is_not_asked() -> None:
 def test_a_teacher_sees_tokens_and_nothing_else() -> None:
     """Its batch is one of its own, though something was dropped of the student's."""
     batch = _batch()
+    of_critic = np.ones(len(batch.loss_mask), np.float32)
+    batch = replace(batch, returns=of_critic, old_values=of_critic)
     asked = asked_batch(batch, np.array([False, True, True]))
     again = batch_from_bytes(batch_to_bytes(asked))
     assert again.group_ids == ("b", "c")

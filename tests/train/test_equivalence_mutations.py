@@ -74,8 +74,8 @@ def _packed_index_as_position(patch: Patch) -> None:
 def _mean_of_each_micro_batch(patch: Patch) -> None:
     """Each micro-batch's terms are averaged, as if all had ten: trap 8."""
 
-    def compute_mean(loss: Any, columns: Any, logprob_L: Any, entropy_L: Any) -> Any:
-        output = compute_loss(loss, columns, logprob_L, entropy_L)
+    def compute_mean(loss: Any, columns: Any, logprob_L: Any, *others: Any) -> Any:
+        output = compute_loss(loss, columns, logprob_L, *others)
         return replace(output, grad_logprob_L=output.grad_logprob_L * 10 / len(logprob_L))
 
     patch.setattr("ratoon.train.loss.batch_loss.compute_loss", compute_mean)

@@ -82,6 +82,12 @@ def _beside(kind: LossKind, **changes: Any) -> LossConfig:
     return LossConfig(kind=kind, old_logprobs=GIVEN_OLD, value=value, **changes)
 
 
+LORA = LoraTuning(rank=3, alpha=6.0)
+LORA_OF_HEAD = replace(LORA, target_modules=("v_proj", "lm_head"))
+# The decoder has no graph then.
+LORA_OF_HEAD_ALONE = replace(LORA, target_modules=("lm_head",))
+# Two calls of a window.
+ALONE, BESIDE = ("alone, clipped", "alone"), ("beside ppo", "beside gspo")
 # The request, and packed tokens of a micro-batch.
 ROWS = {
     "alone": (_alone(), 1),
@@ -195,8 +201,13 @@ def test_streamed_gradients_are_those_of_each_rollout_alone(
     assert report.trained_tokens == sums.counters.tokens
 
 
-@pytest.mark.parametrize("names", [("alone, clipped", "alone"), ("beside ppo", "beside gspo")])
-@pytest.mark.parametrize("tuning", [None, LoraTuning(rank=3, alpha=6.0)])
+@pytest.mark.parametrize(
+    ("names", "tuning"),
+    [
+        *((ALONE, tuning) for tuning in (None, LORA)),
+        *((BESIDE, tuning) for tuning in (None, LORA, LORA_OF_HEAD, LORA_OF_HEAD_ALONE)),
+    ],
+)
 def test_three_steps_of_two_calls_are_exact(
     tmp_path: Path, folder: Path, names: tuple[str, str], tuning: LoraTuning | None
 ) -> None:

@@ -130,6 +130,8 @@ def asked_batch(batch: RolloutBatch, asked_G: NDArray[np.bool_]) -> RolloutBatch
         rewards=None,
         advantages=None,
         token_weights=None,
+        returns=None,
+        old_values=None,
         token_version=None,
         routed_experts=None,
         route_first=None,
