@@ -59,8 +59,6 @@ _GROUP_BYTES = 8
 class _Pair:
     """A file that both versions have, with the same tensors."""
 
-    before: Path
-    after: Path
     file: WeightFile
     parent_digest: str
     runs: tuple[Run, ...]
@@ -88,11 +86,11 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """Inputs of a delta."""
+    """Inputs of a delta; `after` None: files of one name and size are known to have one header."""
 
     before: Path
     parent: WeightManifest
-    after: Path
+    after: Path | None
     files: tuple[WeightFile, ...]
 
     def pairs(self) -> list[_Pair]:
@@ -103,21 +101,10 @@ class _Source:
             known = parents.get((file.name, file.size_bytes))
             if known is None or not file.name.endswith(".safetensors"):
                 continue
-            paths = self.before / file.name, self.after / file.name
-            with paths[0].open("rb") as old, paths[1].open("rb") as new:
-                length = new.read(_LENGTH_BYTES)
-                header = new.read(int.from_bytes(length, "little"))
-                is_alike = old.read(_LENGTH_BYTES + len(header)) == length + header
-            if is_alike:
-                pairs.append(
-                    _Pair(
-                        before=paths[0],
-                        after=paths[1],
-                        file=file,
-                        parent_digest=known.digest,
-                        runs=tuple(_runs(header)),
-                    )
-                )
+            header = _header(self.before / file.name)
+            if self.after is None or _header(self.after / file.name) == header:
+                runs = tuple(_runs(header))
+                pairs.append(_Pair(file=file, parent_digest=known.digest, runs=runs))
         return pairs
 
 
@@ -133,6 +120,24 @@ def write_delta(
     source = _Source(before=before, parent=parent, after=after, files=tuple(files))
     with _part_paths(path, 1) as paths:
         return _join(path, source, [_write_part(paths[0], source, 0, 1)])
+
+
+def join_delta(
+    path: Path,
+    before: Path,
+    parent: WeightManifest,
+    files: Sequence[WeightFile],
+    parts: Sequence[DeltaPart],
+) -> float | None:
+    """Write to `path` the delta of `parts`, in the order of the files, and remove theirs.
+
+    The parts have the changed runs of all files that differ from the parent's. Returns and raises
+    what `write_delta` does, for the same bytes; `files` need not exist yet.
+    """
+    source = _Source(before=before, parent=parent, after=None, files=tuple(files))
+    covered = {name for part in parts for name in part.runs}
+    assert all(pair.file.name in covered for pair in source.pairs() if pair.has_changed)
+    return _join(path, source, parts)
 
 
 def write_delta_apart(
@@ -217,6 +222,7 @@ def _part_paths(path: Path, num_parts: int) -> Generator[list[Path]]:
 
 def _write_part(path: Path, source: _Source, number: int, num_parts: int) -> DeltaPart:
     """Write part `number` of `num_parts`, which have about as many runs each."""
+    assert source.after is not None
     pairs = [pair for pair in source.pairs() if pair.has_changed]
     limit = _limit(pairs)
     runs = [(pair, run) for pair in pairs for run in pair.runs]
@@ -227,7 +233,8 @@ def _write_part(path: Path, source: _Source, number: int, num_parts: int) -> Del
     with path.open("xb") as out:
         for pair in pairs:
             of_pair = [run for each, run in own if each is pair]
-            with pair.before.open("rb") as old, pair.after.open("rb") as new:
+            paths = (folder / pair.file.name for folder in (source.before, source.after))
+            with next(paths).open("rb") as old, next(paths).open("rb") as new:
                 for run in of_pair:
                     before, after = reader.read([old, new], run)
                     encoded = _encode(before, after, run, compressor)
@@ -249,15 +256,24 @@ def _join(path: Path, source: _Source, parts: Sequence[DeltaPart]) -> float | No
     files = [_entry(pair, parts) for pair in changed]
     header = {"format": DELTA_FORMAT, "parent_version": source.parent.version, "files": files}
     sealed = seal_bytes(json.dumps(header, separators=(",", ":")).encode())
-    with path.open("xb") as out:
-        for part in parts:
+    first, *others = parts
+    first.path.rename(path)
+    with path.open("ab") as out:
+        for part in others:
             with part.path.open("rb") as streams:
                 shutil.copyfileobj(streams, out, delta_runs.RUN_BYTES)
+            part.path.unlink()
         out.write(sealed + len(sealed).to_bytes(_LENGTH_BYTES, "little"))
         is_of_use = out.tell() < _limit(changed)
     if not is_of_use:
         path.unlink()
     return sum(part.num_changed for part in parts) / num_words if num_words else None
+
+
+def _header(path: Path) -> bytes:
+    """The header of a safetensors file."""
+    with path.open("rb") as file:
+        return file.read(int.from_bytes(file.read(_LENGTH_BYTES), "little"))
 
 
 def _limit(pairs: Sequence[_Pair]) -> float:
