@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,6 @@ from ratoon.model.spec import ModelDtype
 from ratoon.stream import deltas
 from ratoon.stream.deltas import join_delta, write_delta
 from ratoon.stream.manifest import WeightManifest
-from ratoon_client.weights.deltas import read_delta, rebuild
 from ratoon_proto.types import FullTuning, LoraTuning, WeightFile, WeightKind
 from tests.model.builders import FULL, LORA, load, randomize
 from tests.tiny_models import ARCHITECTURES, write_folder
@@ -66,7 +65,7 @@ class Published:
         self.manifests.append(manifest)
         return manifest
 
-    def parts(self, parent: WeightManifest) -> list[DeltaPart | None]:
+    def parts(self, parent: WeightManifest) -> list[tuple[DeltaPart, dict[str, str]] | None]:
         digests = {file.name: file.digest for file in parent.files}
         return [
             copy.write_delta(self.root / f"part-{rank}", digests)
@@ -77,9 +76,13 @@ class Published:
         """The copies' delta of the last two versions, once it is known to be that of the files, and
         the share that has changed."""
         parent, newest = self.manifests[-2:]
-        parts = self.parts(parent)
-        assert all(part is not None for part in parts)
-        found, path = [part for part in parts if part is not None], self.root / "delta"
+        made = [each for each in self.parts(parent) if each is not None]
+        assert len(made) == len(self.copies)
+        digests = {name: digest for _, own in made for name, digest in own.items()}
+        changed = {file.name: file.digest for file in newest.files if file not in parent.files}
+        assert changed.items() <= digests.items()
+        assert digests.items() <= {(file.name, file.digest) for file in newest.files}
+        found, path = [part for part, _ in made], self.root / "delta"
         before, after = (self.folder(each.version) for each in (parent, newest))
         share = join_delta(path, before, parent, newest.files, found)
         expected = self.root / "of-files"
@@ -138,3 +141,99 @@ def test_a_delta_of_copies_is_that_of_files(
         assert changed is not None
         assert 0.8 * share - 1e-3 <= changed <= share + 0.01
         assert bool(data) == (changed > 0.0)
+
+
+def _pair(tmp_path: Path, **options: bool) -> tuple[PolicyModel, Published]:
+    """A model of which one version is published."""
+    model = load(write_folder(tmp_path / "base", "qwen3"), dtype=BF16)
+    published = Published(tmp_path, [WeightsCopy(model, **{"compares": True, **options})])
+    published.take()
+    return model, published
+
+
+def test_the_first_version_and_one_that_was_not_asked_for_have_no_delta(tmp_path: Path) -> None:
+    _, published = _pair(tmp_path)
+    assert published.parts(published.manifests[0]) == [None]
+    (tmp_path / "other").mkdir()
+    _, published = _pair(tmp_path / "other", compares=False)
+    assert published.parts(published.take()) == [None]
+
+
+@pytest.mark.usefixtures("small")
+def test_only_what_was_compared_with_is_a_parent(tmp_path: Path) -> None:
+    """A version that was held and never written is none, as nobody knows its digests."""
+    model, published = _pair(tmp_path)
+    (copy,) = published.copies
+    first = published.manifests[0]
+    _change(model, 0.1, 1)
+    second = published.take()
+    assert published.parts(second) == [None]
+    assert not list(tmp_path.glob("part-*"))
+    published.check()
+    _change(model, 0.1, 2)
+    copy.take()
+    assert published.parts(first) == [None]
+    _change(model, 0.1, 3)
+    copy.take()
+    assert published.parts(second) == [None]
+    published.take()
+    _change(model, 0.1, 4)
+    published.take()
+    published.check()
+
+
+def test_a_chunk_that_has_changed_too_much_is_left_to_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files are whole all the same, and the next version is compared again."""
+    monkeypatch.setattr(compared_copy, "_most_changed", lambda num_words: num_words // 8)
+    monkeypatch.setattr(deltas, "_MAX_SHARE", 1e9)
+    model, published = _pair(tmp_path)
+    for number, share in enumerate((0.5, 0.05)):
+        parent = published.manifests[-1]
+        _change(model, share, number)
+        newest = published.take()
+        (tmp_path / f"whole-{number}").mkdir()
+        expected = export_weights(model, tmp_path / f"whole-{number}")
+        assert {file.name: file.digest for file in newest.files} == expected
+        if share > 0.1:
+            assert published.parts(parent) == [None]
+            assert not list(tmp_path.glob("part-*"))
+    published.check()
+
+
+def test_a_device_without_memory_for_it_copies_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("on purpose")
+
+    model, published = _pair(tmp_path)
+    _change(model, 0.01, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(compared_copy, "find_changes", fail)
+        newest = published.take()
+    assert published.parts(published.manifests[0]) == [None]
+    (tmp_path / "whole").mkdir()
+    expected = export_weights(model, tmp_path / "whole")
+    assert {file.name: file.digest for file in newest.files} == expected
+
+
+def test_a_copy_that_fails_is_an_error_to_who_writes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("on purpose")
+
+    model, published = _pair(tmp_path)
+    _change(model, 0.01, 1)
+    (copy,) = published.copies
+    monkeypatch.setattr(compared_copy, "find_changes", fail)
+    copy.take()
+    copy.settle()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        published.parts(published.manifests[0])
+    assert not list(tmp_path.glob("part-*"))
+    (tmp_path / "1").mkdir()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        copy.write(tmp_path / "1")

@@ -21,8 +21,8 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream import files, versions
 from ratoon.stream.manifest import WeightManifest
 from ratoon.stream.versions import (
-    file_path,
     find_file,
+    find_named,
     list_versions,
     open_chunk,
     prune_versions,
@@ -226,10 +226,10 @@ def test_prune_keeps_what_it_is_told(tmp_path: Path) -> None:
 def test_file_path_takes_only_names_of_the_manifest(tmp_path: Path) -> None:
     publish(tmp_path, 1, {"a": b"x"})
     (tmp_path / "secret").write_bytes(b"s")
-    assert file_path(tmp_path, 1, "a").read_bytes() == b"x"
+    assert find_named(tmp_path, 1, "a")[0].read_bytes() == b"x"
     for name in ("../secret", "manifest.json", str(tmp_path / "secret"), "", ".", "a/../a"):
-        assert code_of(lambda n=name: file_path(tmp_path, 1, n)) is ErrorCode.WEIGHTS_NOT_FOUND
-    assert code_of(lambda: file_path(tmp_path, 2, "a")) is ErrorCode.WEIGHTS_NOT_FOUND
+        assert code_of(lambda n=name: find_named(tmp_path, 1, n)) is ErrorCode.WEIGHTS_NOT_FOUND
+    assert code_of(lambda: find_named(tmp_path, 2, "a")) is ErrorCode.WEIGHTS_NOT_FOUND
 
 
 @settings(max_examples=60, deadline=None)
@@ -426,7 +426,7 @@ def test_a_version_has_a_delta_from_the_newest_before_it(tmp_path: Path) -> None
     assert [file.name for file in manifest.files] == ["config.json", "model.safetensors"]
     path = version_folder(tmp_path, 6) / delta.file.name
     assert find_file(tmp_path, delta.file.digest) == (path, delta.file)
-    assert file_path(tmp_path, 6, delta.file.name) == path
+    assert find_named(tmp_path, 6, delta.file.name)[0] == path
     (made,) = read_delta(path)
     rebuild(made, version_folder(tmp_path, 4) / made.name, tmp_path / "made")
     assert (tmp_path / "made").read_bytes() == weights(range(60))["model.safetensors"]

@@ -124,6 +124,7 @@ class RayCluster:
             keep_rollouts=spec.keep_rollouts,
             keep_rollouts_bytes=spec.keep_rollouts_bytes,
             publishes_merged=spec.publish.merged,
+            publishes_deltas=spec.publish.deltas,
             max_tenants=self._settings.max_tenants,
             models_root=self._settings.models_root,
         )

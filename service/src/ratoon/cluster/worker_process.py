@@ -74,6 +74,7 @@ P = ParamSpec("P")
 _GROUPS = {
     WorkerCore.progress.__name__: "control",
     WorkerCore.cancel.__name__: "control",
+    WorkerCore.announce.__name__: "versions",
     WorkerCore.publish.__name__: "versions",
     WorkerCore.write_snapshot.__name__: "files",
 }

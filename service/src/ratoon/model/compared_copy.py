@@ -35,7 +35,7 @@ from ratoon.model.delta_runs import (
 
 _LOG = get_logger("weights")
 # Runs of a chunk: few launches, and few bytes of the device.
-CHUNK_RUNS = 32
+CHUNK_RUNS = 16
 # A chunk of which more has changed is not compared, and the delta is left to files: a delta of a
 # larger share is hardly smaller than they are.
 _MOST_CHANGED = 8
@@ -43,6 +43,9 @@ _MOST_CHANGED = 8
 _WAITING = 6
 _THREADS = 4
 _THREADS_EACH = 4
+
+# Most bytes of a GPU that a copy takes: two chunks of either version, and planes.
+DEVICE_BYTES = 5 * CHUNK_RUNS * delta_runs.RUN_BYTES
 
 # Copies elements [start, stop) of a parameter, flattened, to a tensor on its device.
 Read = Callable[[str, int, int, Tensor], None]
@@ -83,6 +86,25 @@ class _Chunk:
     is_last: bool
 
 
+class CopyStreams:
+    """What a GPU runs side by side for copies: earlier values in, comparing, new values out.
+
+    Made once: memory of a stream is not used by others.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        # Blocks of a stream of high priority go before those of the passes.
+        self.load, self.compare, self.out = (
+            torch.cuda.Stream(device, priority=-1) for _ in range(3)
+        )
+
+    def follow_launched(self) -> None:
+        """Later work of all streams follows what this thread has launched."""
+        for stream in (self.load, self.compare, self.out):
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+
+
 class ComparedCopy:
     """Copies and compares from its creation on: on a thread of its own, where there is a GPU.
 
@@ -95,10 +117,11 @@ class ComparedCopy:
         read: Read,
         values: Mapping[str, Tensor],
         dtype: torch.dtype,
-        device: torch.device,
+        streams: CopyStreams | None,
     ) -> None:
-        """`values`: contiguous tensors of the host by parameter, of this dtype."""
-        self._files, self._read, self._dtype, self._device = files, read, dtype, device
+        """`values`: contiguous tensors of the host by parameter, of this dtype; `streams`: those of
+        the GPU that has the live ones; None: a CPU has them."""
+        self._files, self._read, self._dtype, self._streams = files, read, dtype, streams
         self._values = {name: value.view(-1) for name, value in values.items()}
         self._arrivals: dict[str, Future[Event]] = {file.name: Future() for file in files}
         self._chunks = [chunk for file in files for chunk in _chunks(file, self._word_bytes)]
@@ -107,11 +130,11 @@ class ComparedCopy:
         self._found: list[Future[_Compressing]] = [Future() for _ in self._chunks]
         self._is_compared = True
         self._buffers, self._num_buffers = Queue[Tensor](), 0
-        self._streams = _Streams(device) if device.type == "cuda" else None
         self._is_launched = threading.Event()
-        if self._streams is None:
+        if streams is None:
             self._run()
         else:
+            streams.follow_launched()
             threading.Thread(target=self._run, name="ratoon-weights", daemon=True).start()
 
     @property
@@ -123,7 +146,7 @@ class ComparedCopy:
         any more."""
         self._is_launched.wait()
         if self._streams is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._streams.compare)
+            torch.cuda.current_stream(self._streams.device).wait_stream(self._streams.compare)
 
     def finish(self) -> None:
         """Wait until no live weight is read any more, another rank's either."""
@@ -172,10 +195,12 @@ class ComparedCopy:
 
     def _copy(self, threads: ThreadPoolExecutor) -> None:
         streams, chunks = self._streams, self._chunks
+        device = torch.device("cpu")
         if streams is not None:
-            streams.begin()
+            device = streams.device
+            torch.cuda.set_device(device)
         with _on(streams and streams.compare):
-            before, after = self._memory(), self._memory()
+            before, after = self._memory(device), self._memory(device)
         loaded, compared, copied = (list[Event]([None, None]) for _ in range(3))
         for number in range(min(1, len(chunks))):
             loaded[number] = self._load(chunks[number], before[number], None)
@@ -215,9 +240,9 @@ class ComparedCopy:
             streams.out.synchronize()
             streams.compare.synchronize()
 
-    def _memory(self) -> list[Tensor]:
+    def _memory(self, device: torch.device) -> list[Tensor]:
         size = max((chunk.num_words for chunk in self._chunks), default=0)
-        return [torch.empty(size, dtype=self._dtype, device=self._device) for _ in range(2)]
+        return [torch.empty(size, dtype=self._dtype, device=device) for _ in range(2)]
 
     def _load(self, chunk: _Chunk, into: Tensor, after: Event) -> Event:
         """Bring the host's values to the device."""
@@ -357,25 +382,6 @@ def _cut(pieces: Sequence[Piece], first: int, stop: int) -> Iterator[Piece]:
 
 def _size(piece: Piece) -> int:
     return piece.stop - piece.start
-
-
-class _Streams:
-    """What a GPU runs side by side: earlier values in, comparing, new values out."""
-
-    def __init__(self, device: torch.device) -> None:
-        # Blocks of a stream of high priority go before those of the passes.
-        self.load, self.compare, self.out = (
-            torch.cuda.Stream(device, priority=-1) for _ in range(3)
-        )
-        self._begin = torch.cuda.Event()
-        self._begin.record(torch.cuda.current_stream(device))
-
-    def begin(self) -> None:
-        """All streams follow what was launched before this object was made. Called by the thread
-        that launches."""
-        torch.cuda.set_device(self.out.device)
-        for stream in (self.load, self.compare, self.out):
-            stream.wait_event(self._begin)
 
 
 def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:

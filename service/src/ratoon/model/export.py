@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +24,7 @@ import xxhash
 from torch import Tensor
 
 from ratoon.model.aside import link_earlier
-from ratoon.model.compared_copy import ComparedCopy, FileLayout, Piece
+from ratoon.model.compared_copy import DEVICE_BYTES, ComparedCopy, CopyStreams, FileLayout, Piece
 from ratoon.model.config_words import write_both_words, write_wrapper
 from ratoon.model.delta_runs import DeltaPart
 from ratoon.model.families import family_of
@@ -34,6 +35,7 @@ from ratoon.model.policy_model import PolicyModel
 from ratoon.model.presets import write_tokenizer
 from ratoon.model.safetensors_files import (
     FileContent,
+    digest_files,
     plan_files,
     write_files,
     write_index,
@@ -78,6 +80,10 @@ class WeightsCopy:
         # Whether what an adapter leaves as it is has been copied, which never changes.
         self._has_base = False
         self._stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
+        # Those of compared copies, on a GPU.
+        self._streams = (
+            CopyStreams(model.device) if self._compares and self._stream is not None else None
+        )
         # Events by file, after which its tensors are on the host.
         self._arrivals: dict[str, torch.cuda.Event] = {}
         # Digests of this rank's weight files: of the values on the host, once they are written, and
@@ -134,7 +140,7 @@ class WeightsCopy:
                 into.copy_(live[name][start:stop])
 
         dtype = TORCH_DTYPES[self._model.spec.dtype]
-        return ComparedCopy(self._layouts, read, self._values, dtype, self._model.device)
+        return ComparedCopy(self._layouts, read, self._values, dtype, self._streams)
 
     def _take_merged(self) -> None:
         from ratoon.model.lora import merged_weights
@@ -177,34 +183,51 @@ class WeightsCopy:
         if self._stream is not None:
             torch.cuda.current_stream(self._model.device).wait_stream(self._stream)
 
+    @property
+    def device_bytes(self) -> int:
+        """Most bytes of a GPU that a copy takes beside what is copied."""
+        return 0 if self._streams is None else DEVICE_BYTES
+
     def write(self, folder: Path) -> dict[str, str]:
         """Write this rank's files of the last copied values over the existing ones; rank 0 also
-        writes the other files, or links those of an earlier version.
+        writes the other files.
 
         Returns the digests of the weight files by name.
         """
-        digests = write_files(folder, self._content, self._wait, self._model.sizes.num_on_host)
-        self._digests = dict(digests)
-        if self._rank:
-            return digests
+        num_writers = self._model.sizes.num_on_host
+        self._digests = write_files(folder, self._content, self._wait, num_writers, self._digests)
+        return self._digests if self._rank else self._digests | self.write_rest(folder)
+
+    def write_rest(self, folder: Path) -> dict[str, str]:
+        """Write, or link those of an earlier version, the files without trained weights; returns
+        the digests of weight files among them."""
         for name, content in self._rest.items():
             if not link_earlier(folder, name, xxhash.xxh3_128_hexdigest(content)):
                 (folder / name).write_bytes(content)
         aside = self._model.base.aside
-        if aside is not None:
-            *_, last = self._files
-            digests[last] = aside.publish(folder, last)
-        return digests
+        if aside is None:
+            return {}
+        *_, last = self._files
+        return {last: aside.publish(folder, last)}
 
-    def write_delta(self, path: Path, parents: Mapping[str, str]) -> DeltaPart | None:
+    def write_delta(
+        self, path: Path, parents: Mapping[str, str]
+    ) -> tuple[DeltaPart, dict[str, str]] | None:
         """Write to a new file what makes this rank's files of the last copied values out of those
         of a parent, whose digests by name are `parents`.
 
-        Returns None, and writes nothing, if the values were not compared with exactly those.
+        Returns it with the digests of these files by name, which need not be written yet. Returns
+        None, and writes nothing, if the values were not compared with exactly the parent's.
         """
-        if self._before is None or not self._before.items() <= parents.items():
+        if self._compared is None or self._before is None:
             return None
-        return None if self._compared is None else self._compared.write(path)
+        if not self._before.items() <= parents.items():
+            return None
+        with ThreadPoolExecutor(1) as beside:
+            digesting = beside.submit(digest_files, self._content, self._wait)
+            part = self._compared.write(path)
+            self._digests = digesting.result()
+        return None if part is None else (part, self._digests)
 
     def _wait(self, file: str) -> None:
         if self._compared is not None:

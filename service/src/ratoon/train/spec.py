@@ -68,6 +68,8 @@ class TrainerSpec:
     keep_rollouts_bytes: int = 0
     # Whether versions have the adapter merged into the whole model.
     publishes_merged: bool = False
+    # Whether versions have deltas, which a GPU compares for.
+    publishes_deltas: bool = False
 
     @property
     def host_key(self) -> str:
@@ -84,7 +86,8 @@ class TrainerSpec:
         process = self.device, self.num_threads, self.deterministic
         memory = self.host_activation_bytes, self.max_tenants
         kind = model.base, model.tuning, model.dtype, seed, self.attention_backend
-        return repr((*kind, self.publishes_merged, *process, *memory))
+        published = self.publishes_merged, self.publishes_deltas
+        return repr((*kind, *published, *process, *memory))
 
     @property
     def num_workers(self) -> int:
