@@ -75,7 +75,11 @@ async def pull_weights(
     folder = VersionsFolder(root)
     async with folder.locked():
         await in_thread(folder.clean)
-        manifest = await _manifest(caller, policy_id, version, name)
+        delta_from = None
+        if weights_root(caller.config) is None:
+            # Else whole files are linked, for which a version has to be written.
+            delta_from = max(await in_thread(folder.listed), default=None)
+        manifest = await _manifest(caller, policy_id, version, name, delta_from)
         for _ in range(_MAX_MANIFESTS):
             try:
                 begun = time.monotonic()
@@ -85,7 +89,7 @@ async def pull_weights(
             except RatoonApiError as error:
                 if version is not None or error.code != "WEIGHTS_NOT_FOUND":
                     raise
-                newer = await _manifest(caller, policy_id, version, name)
+                newer = await _manifest(caller, policy_id, version, name, delta_from)
                 if newer == manifest:
                     raise
                 manifest = newer
@@ -115,9 +119,13 @@ def _settle(folder: VersionsFolder, version: int, *, is_latest: bool, keep: int 
 
 
 async def _manifest(
-    caller: Caller, policy_id: str, version: int | None, name: str | None = None
+    caller: Caller,
+    policy_id: str,
+    version: int | None,
+    name: str | None = None,
+    delta_from: int | None = None,
 ) -> WeightManifest:
-    manifest = await weight_manifest(caller, policy_id, version, name=name)
+    manifest = await weight_manifest(caller, policy_id, version, name=name, delta_from=delta_from)
     check_manifest(manifest, policy_id=policy_id, version=version)
     return manifest
 

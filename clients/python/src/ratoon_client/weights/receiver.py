@@ -21,6 +21,7 @@ import tenacity
 import xxhash
 
 from ratoon_client.caller import Caller, may_pass
+from ratoon_client.config import weights_root
 from ratoon_client.errors import (
     EngineError,
     IntegrityError,
@@ -215,7 +216,11 @@ class AsyncWeightReceiver:
         known = None if served is None else served.version
         try:
             newest = await weight_manifest(
-                self._caller, self._policy_id, known_version=known, wait_s=wait_s
+                self._caller,
+                self._policy_id,
+                known_version=known,
+                wait_s=wait_s,
+                delta_from=None if weights_root(self._caller.config) else known,
             )
         except RatoonApiError as error:
             if error.code != "WEIGHTS_NOT_FOUND":
