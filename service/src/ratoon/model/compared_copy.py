@@ -135,7 +135,8 @@ class ComparedCopy:
             self._run()
         else:
             streams.follow_launched()
-            threading.Thread(target=self._run, name="ratoon-weights", daemon=True).start()
+            self._thread = threading.Thread(target=self._run, name="ratoon-weights", daemon=True)
+            self._thread.start()
 
     @property
     def _word_bytes(self) -> int:
@@ -153,6 +154,11 @@ class ComparedCopy:
         self._is_launched.wait()
         if self._streams is not None:
             self._streams.compare.synchronize()
+
+    def end(self) -> None:
+        """Wait until the host's values change no more."""
+        if self._streams is not None:
+            self._thread.join()
 
     def wait(self, file: str) -> None:
         """Wait until the host has a file's values. Raises what the copy failed with."""

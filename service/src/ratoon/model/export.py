@@ -98,6 +98,9 @@ class WeightsCopy:
 
         Raises RESOURCE_EXHAUSTED if the host has no memory for a first copy.
         """
+        if self._compared is not None:
+            # Where it failed, nobody has waited for it.
+            self._compared.end()
         self._before, self._digests, self._compared = self._digests, None, None
         if self._is_merged:
             self._take_merged()

@@ -123,7 +123,7 @@ class Rank:
             copies.rank,
             copies.size,
             is_merged=spec.publishes_merged,
-            compares=spec.publishes_deltas and model.device.type == "cuda",
+            compares=spec.compares_versions,
         )
         # Bytes lent to activations, of the device and of the host.
         self._lent: tuple[int | None, int] = None, 0
