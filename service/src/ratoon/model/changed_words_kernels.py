@@ -29,9 +29,9 @@ def find_changes(before: Tensor, after: Tensor, run_words: int, most_changed: in
     assert run_words % _TILE == 0
     tiles_each = run_words // _TILE
     num_tiles, num_runs = triton.cdiv(num_words, _TILE), triton.cdiv(num_words, run_words)
-    # Of each tile: changed words, the first and the last of them, and escapes of gaps within it.
+    # A tile's changed words, the first and the last of them, and escapes of gaps within it.
     tiles = torch.empty(4, num_tiles, dtype=torch.int32, device=device)
-    # Of each tile: changed words and digits of its run before it, and the run's last changed word.
+    # Changed words and digits of a tile's run before it, and the last of these words.
     places = torch.empty(3, num_tiles, dtype=torch.int32, device=device)
     runs = torch.empty(2, num_runs, dtype=torch.int32, device=device)
     count, place, write = _kernels()

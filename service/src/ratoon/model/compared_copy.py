@@ -125,8 +125,7 @@ class ComparedCopy:
         self._values = {name: value.view(-1) for name, value in values.items()}
         self._arrivals: dict[str, Future[Event]] = {file.name: Future() for file in files}
         self._chunks = [chunk for file in files for chunk in _chunks(file, self._word_bytes)]
-        # Of each chunk what compresses its runs; cancelled from the first one on that is not
-        # compared.
+        # What compresses each chunk's runs; cancelled from the first chunk on that is not compared.
         self._found: list[Future[_Compressing]] = [Future() for _ in self._chunks]
         self._is_compared = True
         self._buffers, self._num_buffers = Queue[Tensor](), 0

@@ -80,7 +80,7 @@ class WeightsCopy:
         # Whether what an adapter leaves as it is has been copied, which never changes.
         self._has_base = False
         self._stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
-        # Those of compared copies, on a GPU.
+        # The streams of compared copies, on a GPU.
         self._streams = (
             CopyStreams(model.device) if self._compares and self._stream is not None else None
         )
