@@ -20,7 +20,7 @@ from ratoon.stream import deltas
 from ratoon.stream.deltas import write_delta, write_delta_apart
 from ratoon.stream.files import digest_bytes, seal_bytes
 from ratoon_client import IntegrityError
-from ratoon_client.weights.deltas import read_delta, rebuild
+from ratoon_client.weights.deltas import apply, read_delta, rebuild
 from tests.stream.samples import DTYPES, NAME, Tensor, flipped, put_version, safetensors
 
 
@@ -46,16 +46,22 @@ class Versions:
         return write(path, self.before, self.parent, self.after, self.files)
 
     def rebuilt(self) -> dict[str, bytes]:
-        """What the delta makes of the files before; what it does not name is not there."""
+        """What the delta makes of the files before, on the disk and in place; what it does not name
+        is not there."""
         made: dict[str, bytes] = {}
         for file in read_delta(self.path):
             target = self.root / "made"
+            data = np.frombuffer(bytearray((self.before / file.name).read_bytes()), np.uint8)
             try:
                 rebuild(file, self.before / file.name, target)
             except IntegrityError:
                 assert not target.exists()
+                with pytest.raises(IntegrityError):
+                    apply(file, data)
                 raise
+            apply(file, data)
             made[file.name] = target.read_bytes()
+            assert data.tobytes() == made[file.name]
         return made
 
 

@@ -193,6 +193,7 @@ def publish_version(
             created_at=created_at,
             made_by=made_by,
         )
+        assert manifest.files, "a version without files"
         if announced is not None:
             assert announced.files == manifest.files, "what was announced is written"
             manifest = announced
@@ -564,7 +565,6 @@ def _describe_files(folder: Path, known: Mapping[str, str]) -> tuple[WeightFile,
         raise FileNotFoundError(
             errno.ENOENT, "another rank wrote where this one cannot see", *unseen
         )
-    assert paths, "a version without files"
     assert all(path.is_file() and not path.is_symlink() for path in paths.values()), "only files"
     assert MANIFEST_NAME not in paths, "manifest.json is ours"
     return tuple(_describe(path, name, known.get(name)) for name, path in paths.items())
