@@ -480,7 +480,8 @@ async def test_a_delta_whose_load_fails_is_undone_and_the_version_is_taken_again
     with pytest.raises(EngineError, match="version-1 is loaded again"):
         await deltas.receiver.sync_once()
     assert deltas.rig.engine.sample() == model(1)
-    assert await deltas.take(2)
+    # Workers may have failed that nobody can ask, so its files are taken.
+    assert not await deltas.take(2)
     deltas.publish(3, 2)
     assert await deltas.take(3)
 

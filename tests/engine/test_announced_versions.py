@@ -144,3 +144,19 @@ async def test_a_version_whose_files_cannot_be_written_is_told_no_more(
         with pytest.raises(RatoonError, match="the disk is full"):
             await machine.controller.weight_manifest(2, None, 0.0, "", 0)
     assert machine.run.listed == (0, 1)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("on purpose"), MemoryError()])
+async def test_a_version_whose_delta_fails_is_published_with_one_of_its_files(
+    make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    machine = await _at_version(make_machine, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(HeldFiles, "write_delta", fail)
+        await machine.end(await machine.update(2, 2))
+        manifest = await machine.controller.weight_manifest(None, 1, 0.0, "", 1)
+    assert (manifest.version, machine.run.listed) == (2, (0, 1, 2))
+    assert [delta.parent_version for delta in manifest.deltas] == [1]

@@ -49,6 +49,7 @@ from ratoon_client.weights.pull import PulledWeights
 from ratoon_client.weights.receiver import (
     Adapter,
     AsyncWeightReceiver,
+    DeltaAdapter,
     FolderAdapter,
     Received,
     ReceiveFailure,
@@ -109,6 +110,7 @@ __all__ = [
     "Correction",
     "CorrectionMask",
     "CustomLoss",
+    "DeltaAdapter",
     "Distillation",
     "EngineError",
     "FolderAdapter",

@@ -126,7 +126,7 @@ def announce_version(
             policy_id=policy_id,
             version=version,
             kind=kind,
-            files=tuple(sorted((*rest, *weights), key=lambda file: file.name)),
+            files=tuple(sorted((*rest, *weights), key=lambda file: Path(file.name))),
             created_at=created_at,
             made_by=made_by,
         )

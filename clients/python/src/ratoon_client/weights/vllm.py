@@ -213,6 +213,9 @@ class StagedVllmAdapter(VllmAdapter):
     """
 
     _staging_id = ""
+    # A load has failed since the last one that did not: workers that answer no poll may lack what
+    # the next delta begins with.
+    _has_failed = False
 
     async def commit_delta(
         self, delta: Path, manifest: WeightManifest, *, previous: Path
@@ -221,6 +224,8 @@ class StagedVllmAdapter(VllmAdapter):
         return await in_thread(self._commit_delta, delta, manifest, previous)
 
     def _commit_delta(self, delta: Path, manifest: WeightManifest, previous: Path) -> float | None:
+        if self._has_failed:
+            return None
         try:
             self._stage(delta.parent, manifest, delta)
         except EngineError as error:
@@ -255,6 +260,7 @@ class StagedVllmAdapter(VllmAdapter):
         return any(worker["is_running"] for worker in workers)
 
     def _load_staged(self, folder: Path) -> None:
+        self._has_failed = True
         try:
             self._post("/start_weight_update")
         except EngineError:
@@ -267,3 +273,4 @@ class StagedVllmAdapter(VllmAdapter):
         self._post("/finish_weight_update")
         # Old keys and values would answer for tokens that the new weights have not seen.
         self._insist("/reset_prefix_cache")
+        self._has_failed = False

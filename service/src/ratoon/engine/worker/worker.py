@@ -453,15 +453,19 @@ class WorkerCore:
         """Write the delta of the copied weights, which `publish` is to write; returns the manifest
         that the version will have, or None where there is no delta before there are files.
 
-        Runs beside other calls. Raises what `publish` raises.
+        Runs beside other calls. Raises `WorkerLostError`, where a rank is lost; whatever else fails
+        is logged, as nobody needs a delta.
         """
         with self._held_lock:
             held = self._held_copy(token, version)
             if self._announced is None and self._published is None:
                 args = Path(weights_root), self._policy_id, version, held.kind, held.copy
-                self._announced = self._written(
-                    version, lambda: announce_version(*args, created_at, made_by=held.made_by)
-                )
+                try:
+                    self._announced = announce_version(*args, created_at, made_by=held.made_by)
+                except WorkerLostError as err:
+                    raise self._lost(f"version {version} was not written: {err}") from err
+                except Exception:  # noqa: BLE001 - files are made of the same copy
+                    _LOG.exception("failed", what=f"delta of version {version}")
             return self._announced
 
     def publish(
@@ -477,17 +481,7 @@ class WorkerCore:
             held = self._held_copy(token, version)
             if self._published is None:
                 self._reach(CrashPoint.WORKER_BEFORE_PUBLISH)
-                args = Path(weights_root), self._policy_id, version, held.kind, held.copy.write
-                self._published = self._written(
-                    version,
-                    lambda: publish_version(
-                        *args,
-                        created_at,
-                        deltas=deltas,
-                        made_by=held.made_by,
-                        announced=self._announced,
-                    ),
-                )
+                self._published = self._write(held, Path(weights_root), created_at, deltas)
                 self._reach(CrashPoint.WORKER_AFTER_PUBLISH)
             return self._published
 
@@ -498,18 +492,22 @@ class WorkerCore:
             raise RatoonError(ErrorCode.INTERNAL, f"no copy of version {version} is held")
         return held
 
-    def _written(self, version: int, write: Callable[[], T]) -> T:
-        """Write what belongs to a version. Raises as `publish`."""
+    def _write(
+        self, held: _HeldWeights, root: Path, created_at: float, deltas: bool
+    ) -> WeightManifest:
+        args = root, self._policy_id, held.version, held.kind, held.copy.write, created_at
         try:
-            return write()
+            return publish_version(
+                *args, deltas=deltas, made_by=held.made_by, announced=self._announced
+            )
         except RatoonError:
             raise
         except WorkerLostError as err:
-            raise self._lost(f"version {version} was not written: {err}") from err
+            raise self._lost(f"version {held.version} was not written: {err}") from err
         except OSError as err:
-            raise disk_fault(f"version {version}", err) from err
+            raise disk_fault(f"version {held.version}", err) from err
         except Exception as err:
-            _LOG.exception("failed", what=f"publication of version {version}")
+            _LOG.exception("failed", what=f"publication of version {held.version}")
             raise unexpected(err) from err
 
 
