@@ -44,9 +44,6 @@ _WAITING = 6
 _THREADS = 4
 _THREADS_EACH = 4
 
-# Most bytes of a GPU that a copy takes: two chunks of either version, and planes.
-DEVICE_BYTES = 5 * CHUNK_RUNS * delta_runs.RUN_BYTES
-
 # Copies elements [start, stop) of a parameter, flattened, to a tensor on its device.
 Read = Callable[[str, int, int, Tensor], None]
 Event = torch.cuda.Event | None
@@ -76,7 +73,7 @@ class FileLayout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Chunk:
+class Chunk:
     """Words of a file from its word `first` on; the places of `pieces` count from there."""
 
     file: FileLayout
@@ -113,18 +110,18 @@ class ComparedCopy:
 
     def __init__(
         self,
-        files: Sequence[FileLayout],
+        chunks: Sequence[Chunk],
         read: Read,
         values: Mapping[str, Tensor],
         dtype: torch.dtype,
         streams: CopyStreams | None,
     ) -> None:
-        """`values`: contiguous tensors of the host by parameter, of this dtype; `streams`: those of
-        the GPU that has the live ones; None: a CPU has them."""
-        self._files, self._read, self._dtype, self._streams = files, read, dtype, streams
+        """`chunks`: those of all files, in order; `values`: contiguous tensors of the host by
+        parameter, of this dtype; `streams`: those of the GPU that has the live ones; None: a CPU
+        has them."""
+        self._chunks, self._read, self._dtype, self._streams = chunks, read, dtype, streams
         self._values = {name: value.view(-1) for name, value in values.items()}
-        self._arrivals: dict[str, Future[Event]] = {file.name: Future() for file in files}
-        self._chunks = [chunk for file in files for chunk in _chunks(file, self._word_bytes)]
+        self._arrivals: dict[str, Future[Event]] = {c.file.name: Future() for c in chunks}
         # What compresses each chunk's runs; cancelled from the first chunk on that is not compared.
         self._found: list[Future[_Compressing]] = [Future() for _ in self._chunks]
         self._is_compared = True
@@ -168,7 +165,7 @@ class ComparedCopy:
     def write(self, path: Path) -> DeltaPart | None:
         """Write the streams of all changed runs to a new file; None, and no file, if they are not
         known. Raises what the copy failed with, and `OSError`."""
-        entries: dict[str, list[dict[str, Any]]] = {file.name: [] for file in self._files}
+        entries: dict[str, list[dict[str, Any]]] = {name: [] for name in self._arrivals}
         num_changed = 0
         try:
             with path.open("xb") as out:
@@ -219,7 +216,7 @@ class ComparedCopy:
                     self._read(piece.parameter, piece.start, piece.stop, own[at:][: _size(piece)])
                 _follow(loaded[slot])
                 ready = _mark(streams and streams.compare)
-            if number + 1 < len(chunks):
+            if number + 1 < len(chunks) and self._is_compared:
                 loaded[other] = self._load(chunks[number + 1], before[other], compared[other])
             planes = None
             if self._is_compared:
@@ -249,7 +246,7 @@ class ComparedCopy:
         size = max((chunk.num_words for chunk in self._chunks), default=0)
         return [torch.empty(size, dtype=self._dtype, device=device) for _ in range(2)]
 
-    def _load(self, chunk: _Chunk, into: Tensor, after: Event) -> Event:
+    def _load(self, chunk: Chunk, into: Tensor, after: Event) -> Event:
         """Bring the host's values to the device."""
         with _on(self._streams and self._streams.load):
             _follow(after)
@@ -259,7 +256,7 @@ class ComparedCopy:
                 into[at:][: _size(piece)].copy_(value, non_blocking=True)
             return _mark(self._streams and self._streams.load)
 
-    def _compare(self, chunk: _Chunk, before: Tensor, after: Tensor) -> Planes | None:
+    def _compare(self, chunk: Chunk, before: Tensor, after: Tensor) -> Planes | None:
         words = WORD_DTYPES[self._word_bytes]
         most = _most_changed(chunk.num_words)
         run_words = delta_runs.RUN_BYTES // self._word_bytes
@@ -279,7 +276,7 @@ class ComparedCopy:
         return find_on_gpu(before, after, run_words, most)
 
     def _submit(
-        self, threads: ThreadPoolExecutor, chunk: _Chunk, planes: Planes, after: Tensor
+        self, threads: ThreadPoolExecutor, chunk: Chunk, planes: Planes, after: Tensor
     ) -> _Compressing:
         """Begin to compress the planes of a chunk, once there is memory of the host for them."""
         buffer = self._buffer()
@@ -295,7 +292,7 @@ class ComparedCopy:
 
     def _encode(
         self,
-        chunk: _Chunk,
+        chunk: Chunk,
         planes: Planes,
         runs: Sequence[_RunOfChunk],
         whole: Mapping[int, Tensor],
@@ -335,7 +332,7 @@ _Compressing = Future[list[tuple[str, EncodedRun]]]
 _RunOfChunk = tuple[int, slice | None, Run]
 
 
-def _runs_of(chunk: _Chunk, planes: Planes, word_bytes: int) -> Iterator[_RunOfChunk]:
+def _runs_of(chunk: Chunk, planes: Planes, word_bytes: int) -> Iterator[_RunOfChunk]:
     """The changed runs of a chunk."""
     run_words = delta_runs.RUN_BYTES // word_bytes
     for number, num_changed in enumerate(planes.num_changed):
@@ -360,12 +357,20 @@ def _most_changed(num_words: int) -> int:
     return max(num_words // _MOST_CHANGED, 2**16)
 
 
-def _chunks(file: FileLayout, word_bytes: int) -> Iterator[_Chunk]:
+def device_bytes(file_bytes: int) -> int:
+    """Most bytes of a GPU that a copy takes beside what is copied, where no file has more than
+    these: two chunks of either version, and planes."""
+    return 5 * min(CHUNK_RUNS * delta_runs.RUN_BYTES, file_bytes)
+
+
+def cut_file(file: FileLayout, dtype: torch.dtype) -> Iterator[Chunk]:
+    """The chunks of a file, whose tensors have this dtype."""
+    word_bytes = dtype.itemsize
     step = CHUNK_RUNS * (delta_runs.RUN_BYTES // word_bytes)
     total = file.num_words
     for first in range(0, total, step):
         stop = min(first + step, total)
-        yield _Chunk(
+        yield Chunk(
             file=file,
             first=first,
             num_words=stop - first,

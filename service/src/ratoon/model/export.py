@@ -24,7 +24,15 @@ import xxhash
 from torch import Tensor
 
 from ratoon.model.aside import link_earlier
-from ratoon.model.compared_copy import DEVICE_BYTES, ComparedCopy, CopyStreams, FileLayout, Piece
+from ratoon.model.compared_copy import (
+    Chunk,
+    ComparedCopy,
+    CopyStreams,
+    FileLayout,
+    Piece,
+    cut_file,
+    device_bytes,
+)
 from ratoon.model.config_words import write_both_words, write_wrapper
 from ratoon.model.delta_runs import DeltaPart
 from ratoon.model.families import family_of
@@ -111,11 +119,10 @@ class WeightsCopy:
         trainable, shards = self._model.named_trainable(), self._model.shards
         own = [name for names in self._parameters.values() for name in names]
         if own and not self._values:
-            dtype = TORCH_DTYPES[self._model.spec.dtype]
             whole = [name for name in own if shards is None or name not in shards]
             self._small = [name for name in whole if trainable[name].numel() < _SMALL]
             shapes = {name: trainable[name].shape for name in (*self._small, *own)}
-            self._values = host_tensors(shapes, dtype, self._model.device)
+            self._values = host_tensors(shapes, self._dtype, self._model.device)
         small = {*self._small}
         with self._beside():
             if self._small:
@@ -142,8 +149,7 @@ class WeightsCopy:
             else:
                 into.copy_(live[name][start:stop])
 
-        dtype = TORCH_DTYPES[self._model.spec.dtype]
-        return ComparedCopy(self._layouts, read, self._values, dtype, self._streams)
+        return ComparedCopy(self._chunks, read, self._values, self._dtype, self._streams)
 
     def _take_merged(self) -> None:
         from ratoon.model.lora import merged_weights
@@ -151,9 +157,8 @@ class WeightsCopy:
         weights, shards = merged_weights(self._model.module), self._model.shards
         own = [name for names in self._parameters.values() for name in names]
         if own and not self._values:
-            dtype = TORCH_DTYPES[self._model.spec.dtype]
             shapes = {name: weights[name].parameter.shape for name in own}
-            self._values = host_tensors(shapes, dtype, self._model.device)
+            self._values = host_tensors(shapes, self._dtype, self._model.device)
         with self._beside():
             for file, names in self._parameters.items():
                 for name in names:
@@ -189,7 +194,13 @@ class WeightsCopy:
     @property
     def device_bytes(self) -> int:
         """Most bytes of a GPU that a copy takes beside what is copied."""
-        return 0 if self._streams is None else DEVICE_BYTES
+        if self._streams is None:
+            return 0
+        sizes = (
+            sum(self._exported[name].num_elements for name in names)
+            for names in self._own_files.values()
+        )
+        return device_bytes(max(sizes, default=0) * self._dtype.itemsize)
 
     def write(self, folder: Path) -> dict[str, str]:
         """Write this rank's files of the last copied values over the existing ones; rank 0 also
@@ -264,10 +275,10 @@ class WeightsCopy:
         }
 
     @cached_property
-    def _layouts(self) -> list[FileLayout]:
-        """This rank's files, by name."""
-        tensors = exported_tensors(self._model, is_merged=self._is_merged)
-        layouts: list[FileLayout] = []
+    def _chunks(self) -> list[Chunk]:
+        """The chunks of this rank's files, by name."""
+        tensors = self._exported
+        chunks: list[Chunk] = []
         for file, names in sorted(self._own_files.items()):
             pieces: list[Piece] = []
             place = 0
@@ -279,8 +290,9 @@ class WeightsCopy:
                 )
                 place += tensor.num_elements
             start = len(self._content[file].header)
-            layouts.append(FileLayout(name=file, start=start, pieces=tuple(pieces)))
-        return layouts
+            layout = FileLayout(name=file, start=start, pieces=tuple(pieces))
+            chunks += cut_file(layout, self._dtype)
+        return chunks
 
     @cached_property
     def _rest(self) -> dict[str, bytes]:
@@ -298,9 +310,17 @@ class WeightsCopy:
         return dict(file for _, file in sorted(own, key=lambda each: -each[0]))
 
     @cached_property
+    def _exported(self) -> dict[str, ExportedTensor]:
+        return exported_tensors(self._model, is_merged=self._is_merged)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return TORCH_DTYPES[self._model.spec.dtype]
+
+    @cached_property
     def _parameters(self) -> dict[str, list[str]]:
         """Parameters in files of this rank, even if only in part, by the first such file."""
-        tensors = exported_tensors(self._model, is_merged=self._is_merged)
+        tensors = self._exported
         found = dict[str, str]()
         for file, names in self._own_files.items():
             for name in names:
