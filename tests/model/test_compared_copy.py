@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from ratoon.model import compared_copy, delta_runs, safetensors_files
+from ratoon.model import changed_words, compared_copy, delta_runs, safetensors_files
 from ratoon.model.export import WeightsCopy, export_weights
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelDtype
@@ -161,3 +165,68 @@ def test_a_copy_that_fails_is_an_error_to_who_writes_it(
     (tmp_path / "1").mkdir()
     with pytest.raises(RuntimeError, match="on purpose"):
         copy.write(tmp_path / "1")
+
+
+class _Streams:
+    """Streams of a device that is done with everything at once."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.num_synced = 0
+        self.load = self.compare = self.out = self
+
+    def follow_launched(self) -> None: ...
+
+    def wait_stream(self, _: object) -> None: ...
+
+    def synchronize(self) -> None:
+        self.num_synced += 1
+
+
+@pytest.mark.usefixtures("small")
+def test_weights_stay_until_a_thread_has_read_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU's thread does in which order, without the GPU: `take` returns at once, `settle`
+    when all is read, and the delta is that of the weights before they changed."""
+    model, published = _pair(tmp_path)
+    (copy,) = published.copies
+    streams, go = _Streams(), threading.Event()
+    monkeypatch.setattr(copy, "_streams", streams)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _=None: streams)
+    monkeypatch.setattr(compared_copy, "_on", lambda _: nullcontext())
+    monkeypatch.setattr(compared_copy, "_mark", lambda _: None)
+    monkeypatch.setattr(
+        compared_copy.ComparedCopy, "_find", lambda _, *args: changed_words.find_changes(*args)
+    )
+    load = compared_copy.ComparedCopy._load
+
+    def wait_and_load(*args: Any) -> Any:
+        assert go.wait(20)
+        return load(*args)
+
+    monkeypatch.setattr(compared_copy.ComparedCopy, "_load", wait_and_load)
+    for seed in range(3):
+        go.clear()
+        change(model, 0.05, seed)
+        (tmp_path / f"whole-{seed}").mkdir()
+        expected = export_weights(model, tmp_path / f"whole-{seed}")
+        held = {name: p.detach().clone() for name, p in model.named_trainable().items()}
+        copy.take()
+        with ThreadPoolExecutor(1) as threads:
+            settling = threads.submit(copy.settle)
+            assert not settling.done()
+            go.set()
+            settling.result(20)
+        randomize(model, seed)
+        newest = published.write()
+        assert {file.name: file.digest for file in newest.files} == expected
+        published.check()
+        for name, parameter in model.named_trainable().items():
+            parameter.detach().copy_(held[name])
+    copy.take()
+    copy.take()
+    assert published.parts(published.manifests[-1]) == [None]
+    assert streams.num_synced >= 8

@@ -324,7 +324,7 @@ class ComparedCopy:
         self._num_buffers += 1
         sizes = (chunk.num_words for chunk in self._chunks)
         most = max(most_bytes(size, self._word_bytes, _most_changed(size)) for size in sizes)
-        return torch.empty(most, dtype=torch.uint8, pin_memory=self._streams is not None)
+        return torch.empty(most, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
 
 _Compressing = Future[list[tuple[str, EncodedRun]]]
