@@ -111,12 +111,13 @@ def announce_version(
     temporary = temporary_name(version_folder(root, version))
     temporary.mkdir()
     try:
-        rest = _describe_files(temporary, held.write_rest(temporary))
         delta = temporary / delta_name(parent.version)
         found = held.write_delta(delta, {file.name: file.digest for file in parent.files})
         if found is None:
             return None
         parts, digests = found
+        known = held.write_rest(temporary)
+        rest = _describe_files(temporary, known, {part.path.name for part in parts})
         sizes = {file.name: file.size_bytes for file in parent.files}
         weights = (
             WeightFile(name=name, size_bytes=sizes[name], digest=digest)
@@ -557,9 +558,11 @@ def _same_version(
     return manifest
 
 
-def _describe_files(folder: Path, known: Mapping[str, str]) -> tuple[WeightFile, ...]:
+def _describe_files(
+    folder: Path, known: Mapping[str, str], ignored: Collection[str] = ()
+) -> tuple[WeightFile, ...]:
     paths = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*"))}
-    paths = {name: path for name, path in paths.items() if not path.is_dir()}
+    paths = {n: path for n, path in paths.items() if n not in ignored and not path.is_dir()}
     unseen = known.keys() - paths.keys()
     if unseen:
         raise FileNotFoundError(
