@@ -196,13 +196,26 @@ class ComparedCopy:
             self._is_launched.set()
 
     def _copy(self, threads: ThreadPoolExecutor) -> None:
-        streams, chunks = self._streams, self._chunks
-        device = torch.device("cpu")
+        streams, device = self._streams, torch.device("cpu")
         if streams is not None:
             device = streams.device
             torch.cuda.set_device(device)
         with _on(streams and streams.compare):
             before, after = self._memory(device), self._memory(device)
+        try:
+            self._copy_through(before, after, threads)
+        finally:
+            self._is_launched.set()
+            if streams is not None:
+                # Before the memory of the chunks goes.
+                for stream in (streams.load, streams.compare, streams.out):
+                    stream.synchronize()
+
+    def _copy_through(
+        self, before: Sequence[Tensor], after: Sequence[Tensor], threads: ThreadPoolExecutor
+    ) -> None:
+        """Copy all chunks; each second one uses the same memory of the device."""
+        streams, chunks = self._streams, self._chunks
         loaded, compared, copied = (list[Event]([None, None]) for _ in range(3))
         for number in range(min(1, len(chunks))):
             loaded[number] = self._load(chunks[number], before[number], None)
@@ -218,11 +231,6 @@ class ComparedCopy:
                 ready = _mark(streams and streams.compare)
             if number + 1 < len(chunks) and self._is_compared:
                 loaded[other] = self._load(chunks[number + 1], before[other], compared[other])
-            planes = None
-            if self._is_compared:
-                with _on(streams and streams.compare):
-                    planes = self._compare(chunk, before[slot][: chunk.num_words], own)
-                    compared[slot] = _mark(streams and streams.compare)
             with _on(streams and streams.out):
                 _follow(ready)
                 for piece in chunk.pieces:
@@ -232,15 +240,16 @@ class ComparedCopy:
                 copied[slot] = _mark(streams and streams.out)
             if chunk.is_last:
                 self._arrivals[chunk.file.name].set_result(copied[slot])
+            # The host waits in here, when all that does not depend on it is launched.
+            planes = None
+            if self._is_compared:
+                with _on(streams and streams.compare):
+                    planes = self._compare(chunk, before[slot][: chunk.num_words], own)
+                    compared[slot] = _mark(streams and streams.compare)
             if planes is None:
                 self._found[number].cancel()
             else:
                 self._found[number].set_result(self._submit(threads, chunk, planes, own))
-        self._is_launched.set()
-        if streams is not None:
-            # Before the memory of the chunks goes.
-            streams.out.synchronize()
-            streams.compare.synchronize()
 
     def _memory(self, device: torch.device) -> list[Tensor]:
         size = max((chunk.num_words for chunk in self._chunks), default=0)
