@@ -147,6 +147,7 @@ def test_a_device_without_memory_for_it_copies_all_the_same(
     assert {file.name: file.digest for file in newest.files} == expected
 
 
+@pytest.mark.usefixtures("small")
 def test_a_copy_that_fails_is_an_error_to_who_writes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
