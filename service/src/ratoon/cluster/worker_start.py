@@ -40,11 +40,12 @@ GPU_ENVIRONMENT = {
 WORKER_ENVIRONMENT = {FORKED: "1", **GPU_ENVIRONMENT}
 _HOST = "ratoon.engine.worker.host"
 _TRAINER = "ratoon.train.trainer"
+_COMPILER = "torch._inductor.compile_fx"
 _SERVE = "--serve"
 _CONTEXT, _LANGUAGE = "--serialized-runtime-env-context=", "--language="
 _TAKEN = b"taken"
 _MOST_BYTES = 2**20
-_CUDA = "/dev/nvidia-uvm"
+_GPUS, _CUDA = "/dev/nvidiactl", "/dev/nvidia-uvm"
 _OOM_SCORE = Path("/proc/self/oom_score_adj")
 
 
@@ -111,6 +112,8 @@ def serve(listener: socket.socket) -> None:
     with frozen_imports():
         importlib.import_module(_HOST)
         importlib.import_module(_TRAINER)
+        if Path(_GPUS).exists():
+            importlib.import_module(_COMPILER)
     num_threads = len(list(Path("/proc/self/task").iterdir()))
     if num_threads > 1 or "ray" in sys.modules or _has_begun_cuda():
         sys.exit(f"fork server: {num_threads} threads, expected one, no Ray and no CUDA")
