@@ -13,7 +13,7 @@ import random
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ import numpy as np
 from ratoon.demo.task import WORD_LENGTH, CopyTask, Query, reward, tokens
 from ratoon_client import (
     Adapter,
+    DeltaAdapter,
     Group,
     Loss,
     Optim,
@@ -105,11 +106,15 @@ class Served(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """Monotonic seconds of one version: staging begins, the engine is told to go on, it sampled."""
+    """Monotonic seconds of one version: staging begins, the engine is told to go on, it sampled.
+
+    `is_delta`: it came as a delta, before its files were here.
+    """
 
     begun: float
     ended: float
     first_token: float | None
+    is_delta: bool
 
 
 class TimedAdapter:
@@ -127,19 +132,39 @@ class TimedAdapter:
     async def commit(
         self, folder: Path, manifest: WeightManifest, *, previous: Path | None
     ) -> float:
+        pause_s = await self._timed(
+            self._adapter.commit(folder, manifest, previous=previous), manifest, is_delta=False
+        )
+        assert pause_s is not None
+        return pause_s
+
+    async def commit_delta(
+        self, delta: Path, manifest: WeightManifest, *, previous: Path
+    ) -> float | None:
+        if not isinstance(self._adapter, DeltaAdapter):
+            return None
+        commit = self._adapter.commit_delta(delta, manifest, previous=previous)
+        return await self._timed(commit, manifest, is_delta=True)
+
+    async def _timed(
+        self, commit: Awaitable[float | None], manifest: WeightManifest, *, is_delta: bool
+    ) -> float | None:
         begun = time.monotonic()
         version = self.served.version
         self._change(version)
         try:
-            pause_s = await self._adapter.commit(folder, manifest, previous=previous)
-            version = manifest.version
+            pause_s = await commit
+            if pause_s is not None:
+                version = manifest.version
         finally:
             self._change(version)
+        if pause_s is None:
+            return None
         ended, first_token = time.monotonic(), None
         with suppress(httpx.HTTPError):
             await asyncio.to_thread(self._sample_token)
             first_token = time.monotonic()
-        self.commits[version] = Commit(begun, ended, first_token)
+        self.commits[version] = Commit(begun, ended, first_token, is_delta)
         return pause_s
 
     def versioned(self, request: Callable[[], T]) -> tuple[T, int, bool]:
@@ -407,7 +432,9 @@ class Loop:
         stepped = self._stepped.get(event.version)
         publish_s = first_token_s = None
         if stepped is not None:
-            publish_s = commit.begun - event.fetch_s - event.verify_s - stepped
+            # A delta is fetched in it; the pull comes after.
+            pull_s = 0.0 if commit.is_delta else event.fetch_s + event.verify_s
+            publish_s = commit.begun - pull_s - stepped
             if commit.first_token is not None:
                 first_token_s = commit.first_token - stepped
         self._log.write(

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.common.document import FIGURE_COLUMNS, aligned, link, write_json
 from harness.gpu_results import TESTS, require_green_tests
-from ratoon.cluster.placement import GPU_ENVIRONMENT
+from ratoon.cluster.worker_start import GPU_ENVIRONMENT
 
 Result = dict[str, Any]
 

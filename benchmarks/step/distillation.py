@@ -30,7 +30,7 @@ from benchmarks.step.updates import LEARNING_RATE, open_trainer
 from benchmarks.step.ways import Ways
 from benchmarks.step.workload import QWEN3_8B, TINY, make_batch
 from harness.gpu_results import describe_gpu, write_result
-from ratoon.cluster.placement import GPU_ENVIRONMENT
+from ratoon.cluster.worker_start import GPU_ENVIRONMENT
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.optim.resolve import resolve_optim

@@ -40,7 +40,7 @@ from benchmarks.step.run import FULL, SMALL, Row, Run, Scale, Section
 from benchmarks.step.updates import UPDATES
 from benchmarks.step.workload import PEAK_FLOPS, ModelSize
 from harness.gpu_results import describe_gpu, write_result
-from ratoon.cluster.placement import GPU_ENVIRONMENT
+from ratoon.cluster.worker_start import GPU_ENVIRONMENT
 
 SECTIONS: dict[str, Section] = {
     "paper": PAPER,

@@ -38,7 +38,7 @@ from harness.gpu_results import ROOT, write_result
 from harness.service import Service
 from ratoon.model.presets import VOCAB_SIZE, write_tokenizer
 from ratoon.sole_service import free_port
-from ratoon_client import RatoonClient
+from ratoon_client import Publish, RatoonClient
 
 BEGIN = "<!-- loop with vLLM: written by benchmarks/stream/loop.py -->"
 END = "<!-- end of loop with vLLM -->"
@@ -77,6 +77,7 @@ class Case:
     backend: str
     versions: int
     options: tuple[str, ...] = ()
+    deltas: bool = False
 
     @property
     def server(self) -> Server:
@@ -116,7 +117,17 @@ CASES = {
             )
             for backend in ("ratoon", "nccl", "reload")
         ),
-        Case(name="8B ratoon", size=QWEN3_8B, backend="ratoon", versions=10, options=_FOR_SECONDS),
+        *(
+            Case(
+                name=name,
+                size=QWEN3_8B,
+                backend="ratoon",
+                versions=10,
+                options=_FOR_SECONDS,
+                deltas=name == "8B delta",
+            )
+            for name in ("8B ratoon", "8B delta")
+        ),
     )
 }
 # In ten minutes.
@@ -182,7 +193,12 @@ def measure(args: argparse.Namespace, root: Path) -> Iterator[dict[str, Any]]:
         for number, case in enumerate(cases):
             policy, (process, port) = f"loop-{number}", servers[case.server]
             client.create_policy(
-                policy, model_folder=case.size.name, dtype="bfloat16", seed=7, recovery="fail"
+                policy,
+                model_folder=case.size.name,
+                dtype="bfloat16",
+                seed=7,
+                publish=Publish("every", deltas=case.deltas),
+                recovery="fail",
             ).result(PATIENCE_S)
             _wait_for(process, port)
             command = [

@@ -131,6 +131,8 @@ class FakeEngine(EngineClient):
         self.operations: dict[str, Operation] = {}
         self.known_policies: dict[str, Policy] = {}
         self.files: dict[str, bytes] = {}
+        # What reads of manifests asked for.
+        self.deltas_from: list[int | None] = []
         # What was asked of `set_ttl`.
         self.ttls: list[tuple[str, str, float | None, bool]] = []
         self.sent: dict[tuple[str, str], bytearray] = {}
@@ -494,7 +496,9 @@ class FakeEngine(EngineClient):
         known_version: int | None = None,
         wait_s: float = 0.0,
         name: str = "",
+        delta_from: int | None = None,
     ) -> WeightManifest:
+        self.deltas_from.append(delta_from)
         if name:
             version = (await self.delete_version(policy_id, name)).version
         start = time.monotonic()

@@ -25,11 +25,10 @@ from ratoon.edge.tls import CertificateFiles, CertificateStore, server_context
 from ratoon.edge.zero_copy import ZERO_COPY
 from ratoon.stream.files import is_open_elsewhere
 from ratoon.stream.versions import (
-    file_path,
+    find_named,
     list_versions,
     prune_versions,
     publish_version,
-    read_manifest,
     version_folder,
 )
 from ratoon_proto.types import WeightFile, WeightKind
@@ -267,7 +266,7 @@ def published(api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     root = tmp_path / "versions"
 
     async def weight_file(_: str, version: int, name: str) -> tuple[Path, WeightFile]:
-        return file_path(root, version, name), read_manifest(root, version).files[0]
+        return find_named(root, version, name)
 
     monkeypatch.setattr(api.engine, "weight_file", weight_file)
     (api.weights / "model.safetensors").write_bytes(bytes(SIZE))

@@ -327,7 +327,11 @@ async def test_an_unknown_parameter_is_refused(api: Api) -> None:
             "one of length, offset",
         ),
         ("POST", "/v1/operations/p.1/cancel?wait=30", "no parameter"),
-        ("GET", "/v1/policies/p/weights/latest?wait=30", "one of known_version, name, wait_s"),
+        (
+            "GET",
+            "/v1/policies/p/weights/latest?wait=30",
+            "one of delta_from, known_version, name, wait_s",
+        ),
         ("GET", "/metrics?wait=30", "no parameter"),
     ):
         detail = http_error(await api.http.client.request(method, path)).detail

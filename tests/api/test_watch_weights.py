@@ -34,6 +34,16 @@ async def test_a_manifest_is_waited_for(api: Api, wire_name: str) -> None:
     assert [(await wait).version for wait in waits] == [1, 1]
 
 
+async def test_a_delta_is_asked_for_by_the_version_that_it_begins_with(
+    api: Api, wire_name: str
+) -> None:
+    await api.create_policy()
+    wire = api.wire(wire_name)
+    for which in ({}, {"delta_from": 0}, {"version": 0, "delta_from": 7}):
+        await wire.call("GetWeightManifest", asked(**which))
+    assert api.engine.deltas_from == [None, 0, 7]
+
+
 async def test_a_wait_ends_without_the_version(api: Api, wire_name: str) -> None:
     await api.create_policy()
     wire = api.wire(wire_name)
@@ -49,6 +59,7 @@ async def test_what_cannot_be_waited_for_is_refused(api: Api, wire_name: str) ->
         ("known_version", asked(known_version=-1)),
         ("known_version", asked(known_version=1, version=1)),
         ("wait_s", asked(wait_s=-0.5)),
+        ("delta_from", asked(delta_from=-1)),
     ):
         refused = await refused_by(api.wire(wire_name), "GetWeightManifest", request)
         assert (refused.detail.code, refused.detail.field) == ("INVALID_ARGUMENT", field)

@@ -52,7 +52,7 @@ from benchmarks.step.workload import (
     upload,
 )
 from harness import gpu_results
-from ratoon.cluster.placement import GPU_ENVIRONMENT
+from ratoon.cluster.worker_start import GPU_ENVIRONMENT
 from ratoon.train import report as flops
 from ratoon_kernels import BackendUnavailableError, registry, select_backend
 from ratoon_kernels.tree_attention import op

@@ -113,6 +113,8 @@ class FakeService:
         self.tamper: Callable[[bytes, int], bytes] = lambda data, _: data
         # What HTTP says is the file's entity tag, from its digest.
         self.tag: Callable[[str], str] = lambda digest: f'"{digest}"'
+        # `delta_from` of each read of a manifest.
+        self.deltas_from: list[int | None] = []
         # How long a read of the newest manifest may wait for another version.
         self.long_poll_s = 0.0
         self.published = threading.Condition(self.lock)
@@ -505,6 +507,7 @@ class FakeService:
 
     def _get_weight_manifest(self, request: service_pb2.GetWeightManifestRequest) -> Message:
         policy = self._policy(request.policy_id)
+        self.deltas_from.append(request.delta_from if request.HasField("delta_from") else None)
         if not request.HasField("version") and request.HasField("known_version"):
             self.published.wait_for(
                 lambda: policy.version != request.known_version,

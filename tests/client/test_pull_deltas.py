@@ -13,7 +13,7 @@ import xxhash
 
 from ratoon.stream.deltas import write_delta
 from ratoon.stream.files import seal_bytes
-from ratoon_client import RatoonApiError, RatoonClient, TransportError
+from ratoon_client import ClientConfig, RatoonApiError, RatoonClient, TransportError
 from tests.client.conftest import Rig
 from tests.client.fake_service import (
     CHUNK_BYTES,
@@ -106,6 +106,24 @@ def test_a_reader_of_the_version_before_fetches_the_delta(rig: DeltaRig):
     assert rig.published.sizes[2] < len(model(2)[NAME]) / 4
     assert_whole(rig.root, 2)
     assert rig.pull().fetched_bytes == 0
+
+
+def test_a_reader_says_from_which_version_it_takes_a_delta(rig: DeltaRig):
+    """It then waits for no files of a version that is being written."""
+    for version in (2, 3):
+        rig.pull()
+        rig.published.add(version, version - 1)
+    rig.pull()
+    assert rig.service.deltas_from == [None, 1, 2]
+
+
+def test_a_reader_of_the_services_folder_waits_for_files(rig: DeltaRig, tmp_path: Path, url: str):
+    """Which it links, where a delta would be applied."""
+    config = ClientConfig(weights_root=tmp_path / "weights")
+    with RatoonClient(url, config=config) as client:
+        for _ in range(2):
+            client.pull_weights("p", rig.root)
+    assert rig.service.deltas_from == [None, None]
 
 
 def test_a_reader_of_an_older_version_fetches_the_deltas_between(rig: DeltaRig):

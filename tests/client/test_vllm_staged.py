@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from tests.client.fake_service import FakeService
 from tests.client.fake_vllm import NAMES, NUM_WORKERS, StagingEngine, model, tensors
 from tests.client.receiver.conftest import follow
 from tests.client.samples import manifest, weight_file
+from tests.client.test_pull_deltas import delta_between
 
 WAIT_S = 20.0
 PYPROJECT = Path(__file__).parents[2] / "clients/python/pyproject.toml"
@@ -386,6 +388,119 @@ async def test_host_memory_is_used_again(rig: Rig):
     await rig.commit(2)
     assert places() == first
     assert rig.engine.sample() == model(2)
+
+
+class DeltaRig:
+    """Versions of a service with deltas, a receiver of them, and what it has told."""
+
+    def __init__(self, rig: Rig, service: FakeService, client: AsyncRatoonClient) -> None:
+        self.rig, self._service = rig, service
+        self.receiver = client.weight_receiver("p", rig.root / "mirror", rig.vllm)
+
+    def publish(self, number: int, parent: int | None, delta: bytes | None = None) -> None:
+        """Version `number`, with its delta from `parent`, or these bytes in its place."""
+        deltas: list[tuple[int, bytes]] = []
+        if parent is not None:
+            scratch = self.rig.root / f"scratch-{number}"
+            before, after = ({FILE: model(each)} for each in (parent, number))
+            made = delta_between(scratch, before, after, parent)
+            deltas.append((parent, made if delta is None else delta))
+        files = {FILE: model(number), "config.json": b"{}"}
+        self._service.publish(number, files, deltas=deltas)
+
+    async def take(self, number: int) -> bool:
+        """Whether the newest version came by its delta: staged before it was pulled."""
+        engine = self.rig.engine
+        engine.calls.clear()
+        received = await self.receiver.sync_once()
+        assert received is not None
+        assert (received.version, engine.sample()) == (number, model(number))
+        assert (received.folder / FILE).read_bytes() == model(number)
+        staged = [b["init_info"] for path, b in engine.calls if path.startswith("/init")]
+        assert engine.paths().count("/pause?mode=wait") == 1
+        return "delta" in staged[-1]
+
+
+@pytest.fixture
+def deltas(
+    rig: Rig, service: FakeService, client: AsyncRatoonClient, monkeypatch: pytest.MonkeyPatch
+) -> DeltaRig:
+    monkeypatch.setattr("ratoon.stream.deltas._MAX_SHARE", 1e9)
+    return DeltaRig(rig, service, client)
+
+
+async def test_a_version_is_made_of_its_delta_in_each_workers_memory(deltas: DeltaRig):
+    """Once the version before was staged whole; its files are made of the delta after that."""
+    for number in (1, 2, 3):
+        deltas.publish(number, number - 1 if number > 1 else None)
+        assert await deltas.take(number) == (number > 1)
+        assert deltas.rig.engine.sampled <= {model(each) for each in range(number + 1)}
+    mirror = deltas.rig.root / "mirror"
+    assert json.loads((mirror / ".receiver.json").read_text())["version"] == 3
+    assert not (mirror / ".partial").exists()
+
+
+async def test_workers_that_have_not_the_parent_take_the_files(deltas: DeltaRig):
+    """As after a restart, or with another version in their memory; no pause is lost for it."""
+    deltas.publish(1, None)
+    await deltas.take(1)
+    deltas.rig.engine.start()
+    deltas.publish(2, 1)
+    assert not await deltas.take(2)
+    deltas.publish(3, 2)
+    assert await deltas.take(3)
+    await deltas.rig.commit(7)
+    deltas.publish(4, 3)
+    assert not await deltas.take(4)
+    deltas.publish(5, 4)
+    assert await deltas.take(5)
+
+
+@pytest.mark.parametrize("fault", ["no delta", "another version's"])
+async def test_a_delta_that_makes_something_else_causes_no_pause(
+    deltas: DeltaRig, tmp_path: Path, fault: str
+):
+    """Workers' memory is spoiled at most, and is read whole again."""
+    deltas.publish(1, None)
+    await deltas.take(1)
+    other = delta_between(tmp_path / "other", {FILE: model(1)}, {FILE: model(9)}, 1)
+    deltas.publish(2, 1, {"no delta": b"", "another version's": other}[fault])
+    assert not await deltas.take(2)
+    deltas.publish(3, 2)
+    assert await deltas.take(3)
+
+
+async def test_a_delta_whose_load_fails_is_undone_and_the_version_is_taken_again(
+    deltas: DeltaRig,
+):
+    deltas.publish(1, None)
+    await deltas.take(1)
+    deltas.publish(2, 1)
+    deltas.rig.engine.faults["/update_weights"] = [500]
+    with pytest.raises(EngineError, match="version-1 is loaded again"):
+        await deltas.receiver.sync_once()
+    assert deltas.rig.engine.sample() == model(1)
+    # Workers may have failed that nobody can ask, so its files are taken.
+    assert not await deltas.take(2)
+    deltas.publish(3, 2)
+    assert await deltas.take(3)
+
+
+async def test_a_receiver_that_ends_before_the_files_are_here_commits_again(
+    deltas: DeltaRig, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    deltas.publish(1, None)
+    await deltas.take(1)
+    deltas.publish(2, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("ratoon_client.weights.folder.VersionsFolder.add", fail)
+        with pytest.raises(OSError, match="the disk is full"):
+            await deltas.receiver.sync_once()
+    assert deltas.rig.engine.sample() == model(2)
+    assert await deltas.take(2)
 
 
 def test_host_memory_grows_and_goes_with_its_file():

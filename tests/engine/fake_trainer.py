@@ -13,7 +13,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -464,6 +464,12 @@ class FakeCopy:
     def write(self, folder: Path) -> dict[str, str]:
         (folder / "model.json").write_text(self.text)
         return {}
+
+    def write_rest(self, folder: Path) -> dict[str, str]:
+        return {}
+
+    def write_delta(self, path: Path, parents: Mapping[str, str]) -> None:
+        """Nothing was compared."""
 
 
 def as_trainer(fake: FakeTrainer) -> Trainer:

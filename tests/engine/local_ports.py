@@ -207,6 +207,12 @@ class LocalWorker:
         args = token, version, weights_root, created_at, deltas
         return await self._run(lambda: self.core.publish(*args), self._versions)
 
+    async def announce(
+        self, token: int, version: int, weights_root: str, created_at: float
+    ) -> WeightManifest | None:
+        args = token, version, weights_root, created_at
+        return await self._run(lambda: self.core.announce(*args), self._versions)
+
     async def hold(self, token: int, version: int) -> None:
         await self._run(lambda: self.core.hold(token, version))
 

@@ -112,6 +112,16 @@ def test_a_fork_is_as_likely_to_be_killed_for_memory_as_its_launcher(
     assert int(json.loads(done.stdout)["score"]) == before + 7
 
 
+def test_a_process_that_has_begun_cuda_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = tmp_path / "device"
+    monkeypatch.setattr(worker_start, "_CUDA", str(device))
+    with device.open("wb"):
+        assert worker_start._has_begun_cuda()
+    assert not worker_start._has_begun_cuda()
+
+
 def test_other_processes_start_as_ray_starts_them(
     session: Path, server: subprocess.Popen[bytes]
 ) -> None:

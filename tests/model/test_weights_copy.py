@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ratoon.errors import ErrorCode
 from ratoon.model import export, safetensors_files
 from ratoon.model.export import WeightsCopy, export_weights
+from ratoon.model.host_memory import host_tensors
 from ratoon.model.spec import ModelDtype
 from ratoon.stream.files import digest_file
 from ratoon_proto.types import FullTuning, LoraTuning
@@ -136,7 +137,7 @@ def test_tensors_share_memory_and_overlap_nowhere() -> None:
         str(index): torch.Size(shape)
         for index, shape in enumerate([(5, 4), (30,), (), (10, 10), (0,), (7,), (1, 2, 3)])
     }
-    tensors = export._host_tensors(shapes, torch.float32, torch.device("cpu"))
+    tensors = host_tensors(shapes, torch.float32, torch.device("cpu"))
     for index, (name, tensor) in enumerate(tensors.items()):
         assert (tensor.shape, tensor.dtype) == (shapes[name], torch.float32)
         assert tensor.is_contiguous()

@@ -23,7 +23,7 @@ from ratoon.errors import ErrorCode
 from ratoon.model.export import export_weights, exported_like
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelDtype
-from ratoon.stream.versions import file_path, list_versions, prune_versions, publish_version
+from ratoon.stream.versions import find_named, list_versions, prune_versions, publish_version
 from ratoon.train.imported import read_weights
 from ratoon_proto.types import LoraTuning, WeightKind
 from tests.model.builders import (
@@ -187,7 +187,7 @@ def test_what_is_not_trained_is_on_the_disk_once(folder: Path, tmp_path: Path) -
         there = publish(model, root, version)
         for name in (aside_of(there).name, *names):
             assert (there / name).samefile(first / name)
-            listed = file_path(root, version, name)
+            listed = find_named(root, version, name)[0]
             assert listed == there / name
         prune_versions(root, list_versions(root)[-2:])
         first = there

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from ratoon.model.delta_runs import DeltaPart
+from ratoon.stream import deltas
 from ratoon.stream.files import digest_bytes
 from ratoon.stream.manifest import WeightManifest
 from ratoon_proto.types import WeightFile, WeightKind
@@ -52,3 +54,40 @@ def put_version(folder: Path, contents: Mapping[str, bytes], version: int = 7) -
     return WeightManifest(
         policy_id="p", version=version, kind=WeightKind.FULL, files=files, created_at=0.0
     )
+
+
+class HeldFiles:
+    """Files that are held as a trainer's weights are; `before`: what they were compared with."""
+
+    def __init__(
+        self, scratch: Path, contents: Mapping[str, bytes], before: Mapping[str, bytes] | None
+    ) -> None:
+        self._scratch, self.contents, self._before = scratch, contents, before
+
+    def write(self, folder: Path) -> dict[str, str]:
+        for name, data in self.contents.items():
+            (folder / name).write_bytes(data)
+        return {}
+
+    def write_rest(self, folder: Path) -> dict[str, str]:
+        for name, data in self.contents.items():
+            if name != NAME:
+                (folder / name).write_bytes(data)
+        return {}
+
+    def write_delta(
+        self, path: Path, parents: Mapping[str, str]
+    ) -> tuple[list[DeltaPart], dict[str, str]] | None:
+        if self._before is None or digest_bytes(self._before[NAME]) != parents[NAME]:
+            return None
+        self._scratch.mkdir(exist_ok=True)
+        before, after = self._scratch / "before", self._scratch / "after"
+        source = deltas._Source(
+            before=before,
+            parent=put_version(before, {NAME: self._before[NAME]}),
+            after=after,
+            files=put_version(after, {NAME: self.contents[NAME]}).files,
+        )
+        part = deltas._write_part(path.with_name(f"{path.name}.0"), source, 0, 1)
+        part.runs.setdefault(NAME, [])
+        return [part], {NAME: digest_bytes(self.contents[NAME])}

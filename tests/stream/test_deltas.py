@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from ratoon.model import delta_runs
 from ratoon.stream import deltas
 from ratoon.stream.deltas import write_delta, write_delta_apart
 from ratoon.stream.files import digest_bytes, seal_bytes
 from ratoon_client import IntegrityError
-from ratoon_client.weights.deltas import read_delta, rebuild
+from ratoon_client.weights.deltas import apply, read_delta, rebuild
 from tests.stream.samples import DTYPES, NAME, Tensor, flipped, put_version, safetensors
 
 
@@ -45,16 +46,22 @@ class Versions:
         return write(path, self.before, self.parent, self.after, self.files)
 
     def rebuilt(self) -> dict[str, bytes]:
-        """What the delta makes of the files before; what it does not name is not there."""
+        """What the delta makes of the files before, on the disk and in place; what it does not name
+        is not there."""
         made: dict[str, bytes] = {}
         for file in read_delta(self.path):
             target = self.root / "made"
+            data = np.frombuffer(bytearray((self.before / file.name).read_bytes()), np.uint8)
             try:
                 rebuild(file, self.before / file.name, target)
             except IntegrityError:
                 assert not target.exists()
+                with pytest.raises(IntegrityError):
+                    apply(file, data)
                 raise
+            apply(file, data)
             made[file.name] = target.read_bytes()
+            assert data.tobytes() == made[file.name]
         return made
 
 
@@ -91,7 +98,7 @@ def test_a_delta_makes_the_file_of_its_parent(
     before, after, num_changed = pair
     num_words = sum(len(data) // DTYPES[dtype] for dtype, data in before)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deltas, "RUN_BYTES", 8 * run_words)
+        patch.setattr(delta_runs, "RUN_BYTES", 8 * run_words)
         versions = Versions(tmp_path_factory.mktemp("versions"), patch)
         versions.write({NAME: safetensors(before)}, {NAME: safetensors(after)})
     assert versions.share == (num_changed / num_words if num_words else None)
@@ -243,7 +250,7 @@ def small_delta(versions: Versions) -> bytes:
     tensors: list[list[Tensor]] = [[("BF16", old), ("U8", bytes(50))]]
     tensors += [[("BF16", new), ("U8", np.random.default_rng(6).bytes(50))]]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deltas, "RUN_BYTES", 800)
+        patch.setattr(delta_runs, "RUN_BYTES", 800)
         versions.write({NAME: safetensors(tensors[0])}, {NAME: safetensors(tensors[1])})
     (file,) = read_delta(versions.path)
     used = {(run.encoding, run.gap_bytes) for run in file.runs}

@@ -19,10 +19,12 @@ from hypothesis import strategies as st
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream import files, versions
+from ratoon.stream.files import digest_file
 from ratoon.stream.manifest import WeightManifest
 from ratoon.stream.versions import (
-    file_path,
+    announce_version,
     find_file,
+    find_named,
     list_versions,
     open_chunk,
     prune_versions,
@@ -33,7 +35,7 @@ from ratoon.stream.versions import (
 )
 from ratoon_client.weights.deltas import read_delta, rebuild
 from ratoon_proto.types import WeightFile, WeightKind
-from tests.stream.samples import flipped, safetensors
+from tests.stream.samples import NAME, HeldFiles, flipped, safetensors
 
 
 def writer(contents: dict[str, bytes]) -> Callable[[Path], dict[str, str]]:
@@ -113,7 +115,7 @@ def test_publish_beside_a_replaced_writer_takes_the_same_files_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes
 ) -> None:
     real = files.rename_folder
-    monkeypatch.setattr(versions, "remove_leftovers", lambda _root: None)
+    monkeypatch.setattr(versions, "remove_leftovers", lambda *_, **__: None)
 
     def race(source: Path, target: Path) -> None:
         monkeypatch.setattr(versions, "rename_folder", real)
@@ -226,10 +228,10 @@ def test_prune_keeps_what_it_is_told(tmp_path: Path) -> None:
 def test_file_path_takes_only_names_of_the_manifest(tmp_path: Path) -> None:
     publish(tmp_path, 1, {"a": b"x"})
     (tmp_path / "secret").write_bytes(b"s")
-    assert file_path(tmp_path, 1, "a").read_bytes() == b"x"
+    assert find_named(tmp_path, 1, "a")[0].read_bytes() == b"x"
     for name in ("../secret", "manifest.json", str(tmp_path / "secret"), "", ".", "a/../a"):
-        assert code_of(lambda n=name: file_path(tmp_path, 1, n)) is ErrorCode.WEIGHTS_NOT_FOUND
-    assert code_of(lambda: file_path(tmp_path, 2, "a")) is ErrorCode.WEIGHTS_NOT_FOUND
+        assert code_of(lambda n=name: find_named(tmp_path, 1, n)) is ErrorCode.WEIGHTS_NOT_FOUND
+    assert code_of(lambda: find_named(tmp_path, 2, "a")) is ErrorCode.WEIGHTS_NOT_FOUND
 
 
 @settings(max_examples=60, deadline=None)
@@ -426,7 +428,7 @@ def test_a_version_has_a_delta_from_the_newest_before_it(tmp_path: Path) -> None
     assert [file.name for file in manifest.files] == ["config.json", "model.safetensors"]
     path = version_folder(tmp_path, 6) / delta.file.name
     assert find_file(tmp_path, delta.file.digest) == (path, delta.file)
-    assert file_path(tmp_path, 6, delta.file.name) == path
+    assert find_named(tmp_path, 6, delta.file.name)[0] == path
     (made,) = read_delta(path)
     rebuild(made, version_folder(tmp_path, 4) / made.name, tmp_path / "made")
     assert (tmp_path / "made").read_bytes() == weights(range(60))["model.safetensors"]
@@ -476,3 +478,74 @@ def test_a_parent_that_is_not_whole_or_alike_gives_no_delta(tmp_path: Path, faul
     manifest = publish_with_deltas(tmp_path, 2, weights(range(10)), kind)
     assert (manifest.deltas, manifest.changed_share) == ((), None)
     assert list_versions(tmp_path) == (1, 2)
+
+
+def held(root: Path, changed: int, before: int | None) -> HeldFiles:
+    """Weights of which the first `changed` words are others, compared with those of `before`."""
+    compared = None if before is None else weights(range(before))
+    return HeldFiles(root.parent / "scratch", weights(range(changed)), compared)
+
+
+def announce(root: Path, version: int, copy: HeldFiles) -> WeightManifest | None:
+    return announce_version(root, "p", version, WeightKind.FULL, copy, 12.5)
+
+
+def test_a_version_can_be_made_of_its_delta_before_its_files_are_there(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    publish(root, 4, weights())
+    copy = held(root, 60, 0)
+    announced = announce(root, 6, copy)
+    assert announced is not None
+    assert list_versions(root) == (4,)
+    assert announced.changed_share == 0.06
+    (delta,) = announced.deltas
+    path, file = find_named(root, 6, delta.file.name, "p")
+    assert file == delta.file
+    assert digest_file(path) == file.digest
+    assert find_file(root, file.digest) == (path, file)
+    assert open_chunk(root, file.digest, 0, 9) == path.read_bytes()[:9]
+    assert find_named(root, 6, "config.json")[0].read_bytes() == b"{}"
+    weight_file = next(each for each in announced.files if each.name == NAME)
+    for find in (lambda: find_named(root, 6, NAME), lambda: find_file(root, weight_file.digest)):
+        with pytest.raises(RatoonError, match="still being written") as caught:
+            find()
+        assert (caught.value.code, caught.value.field) == (ErrorCode.WEIGHTS_NOT_FOUND, "version")
+        assert caught.value.got == "6"
+    (made,) = read_delta(path)
+    rebuild(made, version_folder(root, 4) / made.name, tmp_path / "made")
+    assert digest_file(tmp_path / "made") == weight_file.digest
+    manifest = publish_version(
+        root, "p", 6, WeightKind.FULL, copy.write, 99.0, deltas=True, announced=announced
+    )
+    assert manifest == announced == read_manifest(root, 6)
+    assert find_named(root, 6, delta.file.name)[0] == version_folder(root, 6) / delta.file.name
+    # By files it is the same.
+    publish(tmp_path / "other", 4, weights())
+    assert publish_with_deltas(tmp_path / "other", 6, weights(range(60))) == manifest
+    publish(root, 7, weights())
+    assert {each.name for each in root.iterdir()} == {"00000004", "00000006", "00000007"}
+
+
+@pytest.mark.parametrize(("changed", "before"), [(60, None), (60, 10), (0, 0), (1000, 0)], ids=str)
+def test_what_was_not_compared_or_is_of_no_use_is_not_announced(
+    tmp_path: Path, changed: int, before: int | None
+) -> None:
+    root = tmp_path / "root"
+    assert announce(root, 3, held(root, changed, before)) is None
+    publish(root, 4, weights())
+    assert announce(root, 6, held(root, changed, before)) is None
+    assert announce(root, 4, held(root, 60, 0)) is None
+    assert [each.name for each in root.iterdir()] == ["00000004"]
+
+
+def test_a_delta_that_cannot_be_written_is_not_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    root = tmp_path / "root"
+    publish(root, 4, weights())
+    monkeypatch.setattr(versions, "join_delta", fail)
+    assert announce(root, 6, held(root, 60, 0)) is None
+    assert [each.name for each in root.iterdir()] == ["00000004"]

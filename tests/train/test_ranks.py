@@ -18,7 +18,8 @@ from ratoon.model.spec import FolderBase, ModelDtype, PresetBase
 from ratoon.shards.copies import Copies
 from ratoon.shards.layer_shards import RING, LayerShards
 from ratoon.shards.parts import Part, parts_of, shared_out
-from ratoon.stream.versions import publish_version
+from ratoon.stream import deltas, versions
+from ratoon.stream.versions import announce_version, publish_version
 from ratoon.train.numerics import device_model
 from ratoon.train.ranks.layout import load
 from ratoon.train.ranks.rank import Rank
@@ -486,6 +487,32 @@ def test_a_version_is_written_by_shares(
     assert all(shares) == (tuning is None or is_merged)
     for path in (tmp_path / "whole").iterdir():
         assert (tmp_path / "shared" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "shard"), [(2, Shard.STATES), (3, Shard.GRADIENTS), (3, Shard.WEIGHTS)]
+)
+def test_ranks_make_a_delta_by_shares(
+    base: FolderBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, shard: Shard
+) -> None:
+    """The bytes that the files give, before the files are there; whole parameters too that other
+    ranks have parts of."""
+    monkeypatch.setattr(safetensors_files, "_MIN_FILE_BYTES", FILE_BYTES)
+    monkeypatch.setattr(deltas, "_MAX_SHARE", 1e9)
+    monkeypatch.setattr(versions, "write_delta_apart", deltas.write_delta)
+    spec = replace(alone_of(base).spec, compares_versions=True)
+    roots = [tmp_path / "root", tmp_path / "files"]
+    with ranked(spec, num_ranks, 100, shard) as (trainer, _):
+        for version in range(3):
+            held = trainer.copy_weights()
+            names = "p", version, WeightKind.FULL
+            announced = announce_version(roots[0], *names, held, 0.0)
+            assert (announced is None) == (version == 0)
+            manifest = publish_version(roots[0], *names, held.write, 0.0, announced=announced)
+            by_files = publish_version(roots[1], *names, held.write, 0.0, deltas=True)
+            assert manifest == by_files
+            assert len(manifest.deltas) == (version > 0)
+            update_over(trainer, version, tuple(range(num_ranks)))
 
 
 def test_a_version_of_which_a_share_is_lost_is_not_there(base: FolderBase, tmp_path: Path) -> None:

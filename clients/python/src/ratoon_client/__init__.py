@@ -51,6 +51,7 @@ from ratoon_client.weights.pull import PulledWeights
 from ratoon_client.weights.receiver import (
     Adapter,
     AsyncWeightReceiver,
+    DeltaAdapter,
     FolderAdapter,
     Received,
     ReceiveFailure,
@@ -112,6 +113,7 @@ __all__ = [
     "Correction",
     "CorrectionMask",
     "CustomLoss",
+    "DeltaAdapter",
     "Distillation",
     "EngineError",
     "FolderAdapter",

@@ -433,6 +433,7 @@ class AsyncRatoonClient:
         name: str | None = None,
         known_version: int | None = None,
         wait_s: float = 0.0,
+        delta_from: int | None = None,
     ) -> WeightManifest:
         """Read the manifest of a version: its files with their digests.
 
@@ -447,6 +448,8 @@ class AsyncRatoonClient:
             known_version: Given without `version`: wait for a newest version other than this one,
                 which is the answer where no other came.
             wait_s: Seconds to wait for a version that no operation has made yet.
+            delta_from: A version that is here whole: a version that is being written is waited for
+                no longer than until its delta from that one can be fetched.
 
         Raises:
             RatoonApiError: WEIGHTS_NOT_FOUND, where there is no such version.
@@ -458,6 +461,7 @@ class AsyncRatoonClient:
             name=name,
             known_version=known_version,
             wait_s=wait_s,
+            delta_from=delta_from,
         )
 
     async def watch_weights(

@@ -1287,6 +1287,7 @@ class GetWeightManifestRequest(_message.Message):
     KNOWN_VERSION_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
+    DELTA_FROM_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     version: _builtins.int
     """Absent: the newest published."""
@@ -1300,6 +1301,10 @@ class GetWeightManifestRequest(_message.Message):
     """
     name: _builtins.str
     """The name of the version, given without `version` and `known_version`."""
+    delta_from: _builtins.int
+    """A version that the caller has whole. While a version with a delta from it is being written, the call waits for the
+    delta alone. Whoever reads another file of that version waits until it is written.
+    """
     def __init__(
         self,
         *,
@@ -1308,15 +1313,20 @@ class GetWeightManifestRequest(_message.Message):
         known_version: _builtins.int | None = ...,
         wait_s: _builtins.float = ...,
         name: _builtins.str = ...,
+        delta_from: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_known_version", b"_known_version", "_version", b"_version", "known_version", b"known_version", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_delta_from", b"_delta_from", "_known_version", b"_known_version", "_version", b"_version", "delta_from", b"delta_from", "known_version", b"known_version", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_known_version", b"_known_version", "_version", b"_version", "known_version", b"known_version", "name", b"name", "policy_id", b"policy_id", "version", b"version", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_delta_from", b"_delta_from", "_known_version", b"_known_version", "_version", b"_version", "delta_from", b"delta_from", "known_version", b"known_version", "name", b"name", "policy_id", b"policy_id", "version", b"version", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__delta_from: _TypeAlias = _typing.Literal["delta_from"]  # noqa: Y015
+    _WhichOneofArgType__delta_from: _TypeAlias = _typing.Literal["_delta_from", b"_delta_from"]  # noqa: Y015
     _WhichOneofReturnType__known_version: _TypeAlias = _typing.Literal["known_version"]  # noqa: Y015
     _WhichOneofArgType__known_version: _TypeAlias = _typing.Literal["_known_version", b"_known_version"]  # noqa: Y015
     _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
     _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__delta_from) -> _WhichOneofReturnType__delta_from | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__known_version) -> _WhichOneofReturnType__known_version | None: ...
     @_typing.overload

@@ -342,7 +342,13 @@ class PolicyService:
                 raise invalid("name", request.name, "none beside version or known_version")
         wait_s = min(not_negative("wait_s", request.wait_s), self._limits.max_wait_s)
         manifest = await self._engine.call(
-            Engine.weight_manifest, policy_id, version, known_version, wait_s, request.name
+            Engine.weight_manifest,
+            policy_id,
+            version,
+            known_version,
+            wait_s,
+            request.name,
+            _version(request, "delta_from"),
         )
         return write(weights_pb2.WeightManifest(), manifest, skip=_NOT_SENT)
 

@@ -33,7 +33,6 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ratoon.cluster.ray_private import HEAD_RESOURCE, free_resources_by_node
-from ratoon.cluster.worker_start import FORKED
 from ratoon.config import interface_of
 from ratoon.engine.settings import EngineSettings
 from ratoon.errors import ErrorCode, RatoonError
@@ -45,17 +44,6 @@ _GROUP = "ratoon-gpu-"
 _PLACEMENT_S = 8.0
 _RELEASE_S = 1.0
 _POLL_S = 0.1
-# With a workspace of this size cuBLAS is reproducible, and deterministic torch requires it.
-# Expandable segments fragment less when most memory is in use. Which GPUs there are is asked of the
-# driver's library: with CUDA itself, as libraries ask it where flash-attn is installed, a process
-# has chosen its GPUs before its ranks are told to see all.
-GPU_ENVIRONMENT = {
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-}
-# Variables of a worker on a CPU, which its ranks take over, and of a sampler.
-CPU_ENVIRONMENT = {FORKED: "1"}
 # Distributions that must be the same on all nodes, for a policy's bits or for its processes to
 # understand one another.
 _DISTRIBUTIONS = ("ratoon", "ratoon-kernels", "torch", "transformers", "numpy")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ratoon.cluster.placement import GPU_ENVIRONMENT, bundles_of_ranks, find_group, seen_by_ranks
+from ratoon.cluster.placement import bundles_of_ranks, find_group, seen_by_ranks
 from ratoon.cluster.ray_calls import START_S
 from ratoon.cluster.ray_peer import Creation, RayPeer
 from ratoon.config import set_copy_interface, set_visible_gpus, visible_gpus
@@ -249,7 +249,6 @@ class Ranks:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=bundle
                 ),
-                runtime_env={"env_vars": GPU_ENVIRONMENT},
             )
             for bundle in bundles_of_ranks(group)[1:]
         ]

@@ -124,6 +124,8 @@ class RayCluster:
             keep_rollouts=spec.keep_rollouts,
             keep_rollouts_bytes=spec.keep_rollouts_bytes,
             publishes_merged=spec.publish.merged,
+            # A CPU would train no sooner: there the files are compared, by processes of their own.
+            compares_versions=spec.publish.deltas and self.device != "cpu",
             max_tenants=self._settings.max_tenants,
             models_root=self._settings.models_root,
         )

@@ -50,7 +50,11 @@ BEHIND_S = 600.0
 # Seconds to look for the rank that failed first, once another one fails because it waited for it.
 _REASON_S = 3.0
 # Concurrency groups of the `Rank` methods that run beside others, each on a thread of its own.
-_BESIDE = {Rank.write_states.__name__: "files", Rank.write_weights.__name__: "versions"}
+_BESIDE = {
+    Rank.write_states.__name__: "files",
+    Rank.write_weights.__name__: "versions",
+    Rank.write_delta.__name__: "versions",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,13 +21,9 @@ from ray import ObjectRef
 from ray.actor import exit_actor
 
 from ratoon.cluster.bootstrap import connect
-from ratoon.cluster.placement import (
-    CPU_ENVIRONMENT,
-    GPU_ENVIRONMENT,
-    ON_HEAD,
-    free_gpus_by_node,
-)
+from ratoon.cluster.placement import ON_HEAD, free_gpus_by_node
 from ratoon.cluster.ray_calls import ActorLostError, ask, find_actor
+from ratoon.cluster.worker_start import WORKER_ENVIRONMENT
 from ratoon.config import RatoonConfig, SamplerConfig
 from ratoon.engine.client import Engine, EngineClient
 from ratoon.engine.settings import SAMPLER_NAME
@@ -214,10 +210,7 @@ class RaySampler:
         found = find_actor(SAMPLER_NAME, settings.namespace)
         if found is not None:
             return cast("ActorProxy[SamplerActor]", found)
-        options: dict[str, Any] = {
-            "resources": ON_HEAD,
-            "runtime_env": {"env_vars": CPU_ENVIRONMENT},
-        }
+        options: dict[str, Any] = {"resources": ON_HEAD}
         if settings.sampler.device != "cpu":
             free = max(free_gpus_by_node().values(), default=0.0)
             if free < 1:
@@ -229,13 +222,14 @@ class RaySampler:
                     limit=1,
                     retry_after_s=_RETRY_S,
                 )
-            options = {"num_gpus": 1, "runtime_env": {"env_vars": GPU_ENVIRONMENT}}
+            options = {"num_gpus": 1}
         actor = ray.remote(num_cpus=0)(SamplerActor).options(
             name=SAMPLER_NAME,
             namespace=settings.namespace,
             lifetime="detached",
             get_if_exists=True,
             max_concurrency=_MAX_CONCURRENCY,
+            runtime_env={"env_vars": WORKER_ENVIRONMENT},
             **options,
         )
         return actor.remote(settings)

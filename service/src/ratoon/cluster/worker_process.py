@@ -8,9 +8,9 @@ of its own. All calls of trainers run on "compute", which is one thread, so they
 any time. Processes that look the actor up import this module, so torch is imported by the
 constructor.
 
-Importing torch and transformers takes a process seconds. So on CPUs a worker is a fork
-(`worker_start`), where Ray is this machine's own, and a spare is started ahead; the first policy
-that looks for a worker takes it, and keeps it until it ends.
+Importing torch and transformers takes a process seconds. So a worker is a fork (`worker_start`),
+where Ray is this machine's own. On CPUs a spare is started ahead; the first policy that looks for a
+worker takes it, and keeps it until it ends.
 
 A lost worker raises `WorkerLostError`. A worker that stays silent for too long counts as lost.
 """
@@ -32,7 +32,7 @@ import ray
 from ray import ObjectRef
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ratoon.cluster.placement import CPU_ENVIRONMENT, GPU_ENVIRONMENT, free_gpus, place
+from ratoon.cluster.placement import free_gpus, place
 from ratoon.cluster.ray_calls import START_S, ActorLostError, ask_living
 from ratoon.cluster.worker_places import (
     SPARE,
@@ -46,6 +46,7 @@ from ratoon.cluster.worker_places import (
     told,
     unused_name,
 )
+from ratoon.cluster.worker_start import WORKER_ENVIRONMENT
 from ratoon.engine.crash_points import make_reach
 from ratoon.engine.settings import EngineSettings
 from ratoon.engine.worker.host_turns import HostTurns
@@ -74,6 +75,7 @@ P = ParamSpec("P")
 _GROUPS = {
     WorkerCore.progress.__name__: "control",
     WorkerCore.cancel.__name__: "control",
+    WorkerCore.announce.__name__: "versions",
     WorkerCore.publish.__name__: "versions",
     WorkerCore.write_snapshot.__name__: "files",
 }
@@ -195,6 +197,7 @@ def make_worker(
         namespace=settings.namespace,
         lifetime="detached",
         get_if_exists=True,
+        runtime_env={"env_vars": WORKER_ENVIRONMENT},
         **options,
     )
     return actor.remote(
@@ -210,8 +213,7 @@ def make_worker(
 
 def make_spare(settings: EngineSettings) -> Worker:
     """The spare, which may have tenants by now."""
-    environment = {"env_vars": CPU_ENVIRONMENT}
-    return make_worker("", SPARE, 1, settings, runtime_env=environment)
+    return make_worker("", SPARE, 1, settings)
 
 
 class Houses:
@@ -342,14 +344,13 @@ class RayWorker:
         return await told(host, host.worker.take.remote(*args), self._settings.namespace)
 
     async def _make(self, name: str, policy_id: str, *, on_one_node: bool) -> Worker:
-        options: dict[str, object] = {"runtime_env": {"env_vars": CPU_ENVIRONMENT}}
+        options: dict[str, object] = {}
         if self._on_gpus:
             group = await place(policy_id or name, self._num_workers, on_one_node=on_one_node)
             options["num_gpus"] = 1
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 group, placement_group_bundle_index=0
             )
-            options["runtime_env"] = {"env_vars": GPU_ENVIRONMENT}
         return make_worker(policy_id, name, self._num_workers, self._settings, **options)
 
     async def _ask(self, reference: ObjectRef[T]) -> T:

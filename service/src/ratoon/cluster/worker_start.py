@@ -1,12 +1,13 @@
 """Starts the processes of a Ray of this machine. Workers are forks of one that has imported torch.
 
-Ray runs this file in place of its own `setup_worker.py`. A process whose runtime environment has
-the variable `FORKED` is asked of the fork server, which has imported torch and transformers: that
+Ray runs this file in place of its own `setup_worker.py`. A process whose runtime environment is
+`WORKER_ENVIRONMENT` is asked of the fork server, which has imported torch and transformers: that
 takes seconds, and a fork milliseconds. Other processes, and those that the server does not start,
 start as Ray starts them.
 
-The server imports nothing of Ray, which reads its settings where it is imported, and has one
-thread, as a fork has no others. It ends when its standard input is closed.
+The server imports nothing of Ray, which reads its settings where it is imported, and does not
+begin CUDA, which works in no fork of a process that has. It has one thread, as a fork has no
+others. It ends when its standard input is closed.
 """
 
 from __future__ import annotations
@@ -24,20 +25,34 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-FORKED = "RATOON_FORKED"
+FORKED = "RATOONFORKED"
+# With a workspace of this size cuBLAS is reproducible, and deterministic torch requires it.
+# Expandable segments fragment less when most memory is in use; torch reads this where it is
+# imported. Which GPUs there are is asked of the driver's library: with CUDA itself, as libraries
+# ask it where flash-attn is installed, a process has chosen its GPUs before its ranks are told to
+# see all.
+GPU_ENVIRONMENT = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
+# Variables of workers, which their ranks take over, and of a sampler.
+WORKER_ENVIRONMENT = {FORKED: "1", **GPU_ENVIRONMENT}
 _HOST = "ratoon.engine.worker.host"
 _TRAINER = "ratoon.train.trainer"
+_COMPILER = "torch._inductor.compile_fx"
 _SERVE = "--serve"
 _CONTEXT, _LANGUAGE = "--serialized-runtime-env-context=", "--language="
 _TAKEN = b"taken"
 _MOST_BYTES = 2**20
+_GPUS, _CUDA = "/dev/nvidiactl", "/dev/nvidia-uvm"
 _OOM_SCORE = Path("/proc/self/oom_score_adj")
 
 
 def start_server(session_folder: Path) -> subprocess.Popen[bytes]:
     """Start the fork server of the Ray with this session folder. It answers once it has torch."""
-    # Threads of OpenBLAS; and who has asked CUDA itself can fork no process that uses it.
-    alone = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    # OpenBLAS has threads otherwise.
+    alone = {"OPENBLAS_NUM_THREADS": "1", **GPU_ENVIRONMENT}
     with _socket() as listener:
         address = _address(session_folder)
         listener.bind(address)
@@ -97,9 +112,11 @@ def serve(listener: socket.socket) -> None:
     with frozen_imports():
         importlib.import_module(_HOST)
         importlib.import_module(_TRAINER)
+        if Path(_GPUS).exists():
+            importlib.import_module(_COMPILER)
     num_threads = len(list(Path("/proc/self/task").iterdir()))
-    if num_threads > 1 or "ray" in sys.modules:
-        sys.exit(f"fork server: {num_threads} threads, expected one, and no Ray")
+    if num_threads > 1 or "ray" in sys.modules or _has_begun_cuda():
+        sys.exit(f"fork server: {num_threads} threads, expected one, no Ray and no CUDA")
     while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
         with listener.accept()[0] as launcher, suppress(ConnectionError):
             message, descriptors, _, _ = socket.recv_fds(launcher, _MOST_BYTES, 3)
@@ -112,6 +129,13 @@ def serve(listener: socket.socket) -> None:
             for each in descriptors:
                 os.close(each)
     sys.exit()
+
+
+def _has_begun_cuda() -> bool:
+    """Whether anything in this process has initialised CUDA, which keeps this device open."""
+    opened = [*Path("/proc/self/fd").iterdir()]
+    # One of them was the listing itself.
+    return any(each.is_symlink() and str(each.readlink()) == _CUDA for each in opened)
 
 
 def _become(asked: dict[str, Any], descriptors: list[int]) -> None:

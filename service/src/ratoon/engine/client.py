@@ -26,7 +26,7 @@ from ratoon.method_call import MethodCall, MethodNames
 from ratoon.metrics import Change
 from ratoon.stream.files import temporary_name
 from ratoon.stream.manifest import WeightManifest
-from ratoon.stream.versions import file_path, open_chunk, read_manifest
+from ratoon.stream.versions import find_named, open_chunk
 from ratoon_proto.types import WeightFile
 from ratoon_proto.v1.rollout_pb2 import KeptRollout, StepRollouts
 
@@ -149,7 +149,7 @@ class EngineClient:
             data = read_result(paths, digest, offset, length)
             return open_chunk(paths.weights, digest, offset, length) if data is None else data
 
-        return await self._read(policy_id, read)
+        return await self._read_written(policy_id, read)
 
     async def weight_file(self, policy_id: str, version: int, name: str) -> tuple[Path, WeightFile]:
         """Absolute path and description of a file of a version.
@@ -159,15 +159,18 @@ class EngineClient:
         """
 
         def read(paths: PolicyPaths) -> tuple[Path, WeightFile]:
-            path = file_path(paths.weights, version, name, policy_id)
-            files = read_manifest(paths.weights, version, policy_id).fetchable
-            return path, next(file for file in files if file.name == name)
+            return find_named(paths.weights, version, name, policy_id)
 
+        return await self._read_written(policy_id, read)
+
+    async def _read_written(self, policy_id: str, read: Callable[[PolicyPaths], T]) -> T:
+        """Read a file, once the version that it is of is written."""
         try:
             return await self._read(policy_id, read)
         except RatoonError as error:
-            if error.field != "version":
+            if error.field != "version" or error.code is not ErrorCode.WEIGHTS_NOT_FOUND:
                 raise
+            version = int(error.got or "")
         await self.call(Engine.weight_manifest, policy_id, version)
         return await self._read(policy_id, read)
 

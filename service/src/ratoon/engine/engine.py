@@ -289,10 +289,11 @@ class Engine:
         known_version: int | None = None,
         wait_s: float = 0.0,
         name: str = "",
+        delta_from: int | None = None,
     ) -> WeightManifest:
         """A published version's manifest; None: the newest. See `Controller.weight_manifest`."""
         controller = await self._controller(policy_id)
-        return await controller.weight_manifest(version, known_version, wait_s, name)
+        return await controller.weight_manifest(version, known_version, wait_s, name, delta_from)
 
     async def ack_weights(self, policy_id: str, ack: Acknowledgement) -> int | None:
         """Note what a receiver serves and holds; returns the newest published version.

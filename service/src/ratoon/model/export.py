@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import functools
 import json
-import mmap
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -21,22 +19,31 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar, cast
 
-import numpy as np
-import psutil
 import torch
 import xxhash
 from torch import Tensor
 
-from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.aside import link_earlier
+from ratoon.model.compared_copy import (
+    Chunk,
+    ComparedCopy,
+    CopyStreams,
+    FileLayout,
+    Piece,
+    cut_file,
+    device_bytes,
+)
 from ratoon.model.config_words import write_both_words, write_wrapper
+from ratoon.model.delta_runs import DeltaPart
 from ratoon.model.families import family_of
 from ratoon.model.folder_model import quiet_transformers
+from ratoon.model.host_memory import host_tensors
 from ratoon.model.loader import TORCH_DTYPES
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.presets import write_tokenizer
 from ratoon.model.safetensors_files import (
     FileContent,
+    digest_files,
     plan_files,
     write_files,
     write_index,
@@ -53,8 +60,6 @@ _ADAPTER_NAME = "adapter_model.safetensors"
 # Elements of a tensor, such as those of norms, that is copied together with others: a GPU takes
 # some hundreds of copies before the host has to wait.
 _SMALL = 1 << 19
-_PAGE_BYTES = 4096
-_NUM_THREADS = 8
 
 
 class WeightsCopy:
@@ -65,13 +70,21 @@ class WeightsCopy:
     later work runs, so `settle` must be called before weights change, and `finish` on all ranks
     before any rank's weights do.
 
-    With `is_merged` it is of the whole model, with the adapter merged into it.
+    With `is_merged` it is of the whole model, with the adapter merged into it. With `compares` a
+    copy finds what differs from the one before, for `write_delta`; merged models are not compared.
     """
 
     def __init__(
-        self, model: PolicyModel, rank: int = 0, num_ranks: int = 1, *, is_merged: bool = False
+        self,
+        model: PolicyModel,
+        rank: int = 0,
+        num_ranks: int = 1,
+        *,
+        is_merged: bool = False,
+        compares: bool = False,
     ) -> None:
         self._model, self._is_merged = model, is_merged
+        self._compares = compares and not is_merged
         self._rank, self._num_ranks = rank, num_ranks
         # Small tensors come first, one after the other.
         self._values: dict[str, Tensor] = {}
@@ -79,8 +92,17 @@ class WeightsCopy:
         # Whether what an adapter leaves as it is has been copied, which never changes.
         self._has_base = False
         self._stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
+        # The streams of compared copies, on a GPU.
+        self._streams = (
+            CopyStreams(model.device) if self._compares and self._stream is not None else None
+        )
         # Events by file, after which its tensors are on the host.
         self._arrivals: dict[str, torch.cuda.Event] = {}
+        # Digests of this rank's weight files: of the values on the host, once they are written, and
+        # of those that they were compared with.
+        self._digests: dict[str, str] | None = None
+        self._before: dict[str, str] | None = None
+        self._compared: ComparedCopy | None = None
 
     @torch.no_grad()
     def take(self) -> None:
@@ -88,18 +110,23 @@ class WeightsCopy:
 
         Raises RESOURCE_EXHAUSTED if the host has no memory for a first copy.
         """
+        if self._compared is not None:
+            # Where it failed, nobody has waited for it.
+            self._compared.end()
+        self._before, self._digests, self._compared = self._digests, None, None
         if self._is_merged:
             self._take_merged()
+            return
+        if self._compares and self._before is not None:
+            self._compared = self._compare()
             return
         trainable, shards = self._model.named_trainable(), self._model.shards
         own = [name for names in self._parameters.values() for name in names]
         if own and not self._values:
-            dtype = TORCH_DTYPES[self._model.spec.dtype]
             whole = [name for name in own if shards is None or name not in shards]
             self._small = [name for name in whole if trainable[name].numel() < _SMALL]
             shapes = {name: trainable[name].shape for name in (*self._small, *own)}
-            _check_host(sum(shape.numel() for shape in shapes.values()) * dtype.itemsize)
-            self._values = _host_tensors(shapes, dtype, self._model.device)
+            self._values = host_tensors(shapes, self._dtype, self._model.device)
         small = {*self._small}
         with self._beside():
             if self._small:
@@ -116,16 +143,26 @@ class WeightsCopy:
                         self._values[name].copy_(trainable[name], non_blocking=True)
                 self._arrived(file)
 
+    def _compare(self) -> ComparedCopy:
+        shards = self._model.shards
+        live = {name: p.detach().view(-1) for name, p in self._model.named_trainable().items()}
+
+        def read(name: str, start: int, stop: int, into: Tensor) -> None:
+            if shards is not None and name in shards:
+                shards.read(name, into, start)
+            else:
+                into.copy_(live[name][start:stop])
+
+        return ComparedCopy(self._chunks, read, self._values, self._dtype, self._streams)
+
     def _take_merged(self) -> None:
         from ratoon.model.lora import merged_weights
 
         weights, shards = merged_weights(self._model.module), self._model.shards
         own = [name for names in self._parameters.values() for name in names]
         if own and not self._values:
-            dtype = TORCH_DTYPES[self._model.spec.dtype]
             shapes = {name: weights[name].parameter.shape for name in own}
-            _check_host(sum(shape.numel() for shape in shapes.values()) * dtype.itemsize)
-            self._values = _host_tensors(shapes, dtype, self._model.device)
+            self._values = host_tensors(shapes, self._dtype, self._model.device)
         with self._beside():
             for file, names in self._parameters.items():
                 for name in names:
@@ -153,31 +190,69 @@ class WeightsCopy:
 
     def settle(self) -> None:
         """Make later work on this thread's stream of the device wait until everything is copied."""
+        if self._compared is not None:
+            self._compared.settle()
         if self._stream is not None:
             torch.cuda.current_stream(self._model.device).wait_stream(self._stream)
 
+    @property
+    def device_bytes(self) -> int:
+        """Most bytes of a GPU that a copy takes beside what is copied."""
+        if self._streams is None:
+            return 0
+        sizes = (
+            sum(self._exported[name].num_elements for name in names)
+            for names in self._own_files.values()
+        )
+        return device_bytes(max(sizes, default=0) * self._dtype.itemsize)
+
     def write(self, folder: Path) -> dict[str, str]:
         """Write this rank's files of the last copied values over the existing ones; rank 0 also
-        writes the other files, or links those of an earlier version.
+        writes the other files.
 
         Returns the digests of the weight files by name.
         """
         for file in self._content:
             (folder / file).parent.mkdir(exist_ok=True)
-        digests = write_files(folder, self._content, self._wait, self._model.sizes.num_on_host)
-        if self._rank:
-            return digests
+        num_writers = self._model.sizes.num_on_host
+        self._digests = write_files(folder, self._content, self._wait, num_writers, self._digests)
+        return self._digests if self._rank else self._digests | self.write_rest(folder)
+
+    def write_rest(self, folder: Path) -> dict[str, str]:
+        """Write, or link those of an earlier version, the files without trained weights; returns
+        the digests of weight files among them."""
         for name, content in self._rest.items():
             if not link_earlier(folder, name, xxhash.xxh3_128_hexdigest(content)):
                 (folder / name).write_bytes(content)
         aside = self._model.base.aside
-        if aside is not None:
-            *_, last = self._files
-            digests[last] = aside.publish(folder, last)
-        return digests
+        if aside is None:
+            return {}
+        *_, last = self._files
+        return {last: aside.publish(folder, last)}
+
+    def write_delta(
+        self, path: Path, parents: Mapping[str, str]
+    ) -> tuple[DeltaPart, dict[str, str]] | None:
+        """Write to a new file what makes this rank's files of the last copied values out of those
+        of a parent, whose digests by name are `parents`.
+
+        Returns it with the digests of these files by name, which need not be written yet. Returns
+        None, and writes nothing, if the values were not compared with exactly the parent's.
+        """
+        if self._compared is None or self._before is None:
+            return None
+        if not self._before.items() <= parents.items():
+            return None
+        with ThreadPoolExecutor(1) as beside:
+            digesting = beside.submit(digest_files, self._content, self._wait)
+            part = self._compared.write(path)
+            self._digests = digesting.result()
+        return None if part is None else (part, self._digests)
 
     def _wait(self, file: str) -> None:
-        if self._stream is not None:
+        if self._compared is not None:
+            self._compared.wait(file)
+        elif self._stream is not None:
             self._arrivals[file].synchronize()
 
     @contextmanager
@@ -206,6 +281,26 @@ class WeightsCopy:
         }
 
     @cached_property
+    def _chunks(self) -> list[Chunk]:
+        """The chunks of this rank's files, by name."""
+        tensors = self._exported
+        chunks: list[Chunk] = []
+        for file, names in sorted(self._own_files.items()):
+            pieces: list[Piece] = []
+            place = 0
+            for name in sorted(names):
+                tensor = tensors[name]
+                stop = tensor.start + tensor.num_elements
+                pieces.append(
+                    Piece(parameter=tensor.parameter, start=tensor.start, stop=stop, place=place)
+                )
+                place += tensor.num_elements
+            start = len(self._content[file].header)
+            layout = FileLayout(name=file, start=start, pieces=tuple(pieces))
+            chunks += cut_file(layout, self._dtype)
+        return chunks
+
+    @cached_property
     def _rest(self) -> dict[str, bytes]:
         return _rest_of(self._model, self._files, is_merged=self._is_merged)
 
@@ -221,9 +316,17 @@ class WeightsCopy:
         return dict(file for _, file in sorted(own, key=lambda each: -each[0]))
 
     @cached_property
+    def _exported(self) -> dict[str, ExportedTensor]:
+        return exported_tensors(self._model, is_merged=self._is_merged)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return TORCH_DTYPES[self._model.spec.dtype]
+
+    @cached_property
     def _parameters(self) -> dict[str, list[str]]:
         """Parameters in files of this rank, even if only in part, by the first such file."""
-        tensors = exported_tensors(self._model, is_merged=self._is_merged)
+        tensors = self._exported
         found = dict[str, str]()
         for file, names in self._own_files.items():
             for name in names:
@@ -303,60 +406,12 @@ def _rest_of(
         return {path.name: path.read_bytes() for path in folder.iterdir()} | taken_over
 
 
-def _check_host(num_bytes: int) -> None:
-    free_bytes = psutil.virtual_memory().available
-    if num_bytes > free_bytes:
-        message = (
-            f"the copy of the weights that is published takes {num_bytes / 2**30:.1f} GiB of the "
-            f"host's memory, of which {free_bytes / 2**30:.1f} GiB are free"
-        )
-        raise RatoonError(ErrorCode.RESOURCE_EXHAUSTED, message)
-
-
-def _host_tensors(
-    shapes: Mapping[str, torch.Size], dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
-    """Uninitialized tensors by name, one after the other in memory that `device` copies to."""
-    sizes = [shape.numel() for shape in shapes.values()]
-    if device.type == "cuda":
-        memory = _pinned(sum(sizes) * dtype.itemsize).view(dtype)
-    else:
-        memory = torch.empty(sum(sizes), dtype=dtype)
-    parts = zip(shapes.items(), memory.split(sizes), strict=True)
-    return {name: part.view(shape) for (name, shape), part in parts}
-
-
-def _pinned(num_bytes: int) -> Tensor:
-    """uint8 [num_bytes] that the GPU copies to.
-
-    torch pins 2 GiB a second, with one thread, and rounds up to a power of two. Here threads touch
-    the pages first, large ones if the system has them, and CUDA then only registers them: 8 GiB/s.
-    """
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    memory = np.frombuffer(pages, dtype=np.uint8)
-    with ThreadPoolExecutor(_NUM_THREADS) as threads:
-        for part in np.array_split(memory[::_PAGE_BYTES], _NUM_THREADS):
-            threads.submit(part.fill, 0)
-    cuda, address = cast("Any", torch.cuda).cudart(), memory.ctypes.data
-    torch.cuda.check_error(cuda.cudaHostRegister(address, num_bytes, 0))
-
-    def unregister() -> None:
-        torch.cuda.synchronize()
-        cuda.cudaHostUnregister(address)
-
-    # Unregister before the pages are freed, because a copy may still target them. At its end the
-    # process loses both.
-    weakref.finalize(pages, unregister).atexit = False
-    return torch.from_numpy(memory)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedTensor:
-    """A tensor of exported weights, of `num_elements`: the `parameter`, or a part of it."""
+    """A tensor of exported weights: `num_elements` of the flat `parameter`, from `start` on."""
 
     parameter: str
+    start: int
     num_elements: int
 
 
@@ -365,7 +420,9 @@ def exported_tensors(model: PolicyModel, *, is_merged: bool = False) -> dict[str
     found: dict[str, ExportedTensor] = {}
     for name, tensor in _on_meta(model, is_merged=is_merged).items():
         for exported, part in exported_values(model, {name: tensor}, is_merged=is_merged).items():
-            found[exported] = ExportedTensor(parameter=name, num_elements=part.numel())
+            assert part.is_contiguous()
+            start = int(part.storage_offset())
+            found[exported] = ExportedTensor(parameter=name, start=start, num_elements=part.numel())
     return found
 
 

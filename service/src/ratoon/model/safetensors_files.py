@@ -150,8 +150,9 @@ def write_files(
     files: Mapping[str, FileContent],
     wait: Callable[[str], None] = lambda _file: None,
     num_writers: int = 1,
+    digests: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Write files by name; returns their digests.
+    """Write files by name; returns their digests, which are computed unless they are given.
 
     A separate thread per file calls `wait` before it reads the file's tensors, the largest file's
     first. `num_writers` write at the same time on one machine; if there are several, each uses half
@@ -164,14 +165,35 @@ def write_files(
 
     def write(name: str) -> str:
         wait(name)
-        return _write_whole(folder / name, files[name])
+        known = None if digests is None else digests[name]
+        return _write_whole(folder / name, files[name], known)
 
+    num_threads = _NUM_THREADS if num_writers == 1 else max(1, _NUM_THREADS // 2)
+    return _by_threads(write, files, num_threads)
+
+
+def digest_files(files: Mapping[str, FileContent], wait: Callable[[str], None]) -> dict[str, str]:
+    """The digests of files by name, as `write_files` returns them."""
+
+    def digest(name: str) -> str:
+        wait(name)
+        state = xxhash.xxh3_128(files[name].header)
+        for block in files[name].blocks:
+            for part in block:
+                state.update(part)
+        return state.hexdigest()
+
+    return _by_threads(digest, files, _NUM_THREADS)
+
+
+def _by_threads(
+    work: Callable[[str], str], files: Mapping[str, FileContent], num_threads: int
+) -> dict[str, str]:
     # The largest file comes first, so that the last ones are small.
     names = sorted(files, key=lambda name: -files[name].num_bytes)
-    num_threads = _NUM_THREADS if num_writers == 1 else max(1, _NUM_THREADS // 2)
     with ThreadPoolExecutor(num_threads) as threads:
         try:
-            return dict(zip(names, threads.map(write, names), strict=True))
+            return dict(zip(names, threads.map(work, names), strict=True))
         except BaseException:
             threads.shutdown(cancel_futures=True)
             raise
@@ -190,20 +212,20 @@ def _split(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
     return files
 
 
-def _write_whole(path: Path, content: FileContent) -> str:
-    """Write a file and return its digest."""
+def _write_whole(path: Path, content: FileContent, known: str | None) -> str:
+    """Write a file and return its digest, which is computed unless it is `known`."""
     digest = xxhash.xxh3_128(content.header)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
         os.ftruncate(descriptor, content.num_bytes)
         offset = _write_at(descriptor, 0, [memoryview(content.header)])
         for block in content.blocks:
-            for part in block:
+            for part in block if known is None else ():
                 digest.update(part)
             offset = _write_at(descriptor, offset, block)
     finally:
         os.close(descriptor)
-    return digest.hexdigest()
+    return known or digest.hexdigest()
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:

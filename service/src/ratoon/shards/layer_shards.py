@@ -216,14 +216,17 @@ class LayerShards:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def read(self, name: str, into: Tensor) -> None:
-        """Copy a parameter's values, all ranks' parts, to a contiguous tensor of its shape."""
+    def read(self, name: str, into: Tensor, start: int = 0) -> None:
+        """Copy a parameter's values, of all ranks' parts, to a contiguous tensor: as many as it
+        has, from element `start` of the flattened parameter on."""
         flat = into.view(-1)
         for parts, source in zip(self._by_rank, self._sources[0], strict=True):
             for part in parts:
-                if part.parameter == name:
-                    target = flat[part.start : part.stop]
-                    target.copy_(source[part.name], non_blocking=True)
+                first = max(part.start, start)
+                size = min(part.stop, start + len(flat)) - first
+                if part.parameter == name and size > 0:
+                    own = source[part.name][first - part.start :][:size]
+                    flat[first - start :][:size].copy_(own, non_blocking=True)
 
     def __contains__(self, name: str) -> bool:
         return name in self._shapes

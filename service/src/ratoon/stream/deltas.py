@@ -24,15 +24,22 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 import zstandard
-from numpy.typing import NDArray
 
+from ratoon.model import delta_runs
+from ratoon.model.delta_runs import (
+    Array,
+    DeltaPart,
+    EncodedRun,
+    Run,
+    encoded_run,
+    gap_bytes_of,
+    make_compressor,
+)
 from ratoon.stream.files import seal_bytes
 from ratoon.stream.manifest import WeightManifest, from_document, read_file, to_document
 from ratoon_proto.types import WeightFile
 
 DELTA_FORMAT = 1
-# Bytes that are read, compared and compressed at a time.
-RUN_BYTES = 4 * 2**20
 # A delta is kept only if it is smaller than this share of the resulting files.
 _MAX_SHARE = 0.5
 # Time that an encoder may take to start, and bytes a second of the slowest encoder.
@@ -40,8 +47,6 @@ _START_S = 60.0
 _LEAST_RATE = 20e6
 # Parameters of mallopt(3): M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD.
 _MALLOC = {-1: 2**30, -2: 2**26, -3: 2**25}
-# Mean gap above which two bytes per gap compress better than one.
-_LONG_GAP = 350
 _NUM_PROCESSES = min(os.cpu_count() or 1, 16)
 # Minimum bytes of the files per process: a process takes a quarter of a second to start.
 _LEAST_BYTES = 256 * 2**20
@@ -49,40 +54,14 @@ _LENGTH_BYTES = 8
 # Bytes compared at a time; no word is longer.
 _GROUP_BYTES = 8
 
-Array = NDArray[Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
-    """Bytes [start, stop) of a file and of the same file of the parent: words of one size."""
-
-    start: int
-    stop: int
-    word_bytes: int
-
-    @property
-    def num_words(self) -> int:
-        return (self.stop - self.start) // self.word_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Encoded:
-    """`entry` describes the run in the header; None: nothing has changed."""
-
-    entry: dict[str, Any] | None
-    streams: tuple[bytes, ...]
-    num_changed: int
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pair:
     """A file that both versions have, with the same tensors."""
 
-    before: Path
-    after: Path
     file: WeightFile
     parent_digest: str
-    runs: tuple[_Run, ...]
+    runs: tuple[Run, ...]
 
     @property
     def has_changed(self) -> bool:
@@ -93,9 +72,9 @@ class _Reader:
     """Memory for a run of either version."""
 
     def __init__(self) -> None:
-        self._buffers = [np.empty(RUN_BYTES + _GROUP_BYTES, np.uint8) for _ in range(2)]
+        self._buffers = [np.empty(delta_runs.RUN_BYTES + _GROUP_BYTES, np.uint8) for _ in range(2)]
 
-    def read(self, files: Sequence[BinaryIO], run: _Run) -> list[Array]:
+    def read(self, files: Sequence[BinaryIO], run: Run) -> list[Array]:
         """Returns the run before and after, uint8 [its bytes and zeros, whole groups]."""
         size = run.stop - run.start
         for file, buffer in zip(files, self._buffers, strict=True):
@@ -107,11 +86,11 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """Inputs of a delta."""
+    """Inputs of a delta; `after` None: files of one name and size are known to have one header."""
 
     before: Path
     parent: WeightManifest
-    after: Path
+    after: Path | None
     files: tuple[WeightFile, ...]
 
     def pairs(self) -> list[_Pair]:
@@ -122,31 +101,11 @@ class _Source:
             known = parents.get((file.name, file.size_bytes))
             if known is None or not file.name.endswith(".safetensors"):
                 continue
-            paths = self.before / file.name, self.after / file.name
-            with paths[0].open("rb") as old, paths[1].open("rb") as new:
-                length = new.read(_LENGTH_BYTES)
-                header = new.read(int.from_bytes(length, "little"))
-                is_alike = old.read(_LENGTH_BYTES + len(header)) == length + header
-            if is_alike:
-                pairs.append(
-                    _Pair(
-                        before=paths[0],
-                        after=paths[1],
-                        file=file,
-                        parent_digest=known.digest,
-                        runs=tuple(_runs(header)),
-                    )
-                )
+            header = _header(self.before / file.name)
+            if self.after is None or _header(self.after / file.name) == header:
+                runs = tuple(_runs(header))
+                pairs.append(_Pair(file=file, parent_digest=known.digest, runs=runs))
         return pairs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """Consecutive runs of a delta, whose streams are in `path`; `runs` by the file's name."""
-
-    path: Path
-    num_changed: int
-    runs: dict[str, list[dict[str, Any]]]
 
 
 def write_delta(
@@ -161,6 +120,24 @@ def write_delta(
     source = _Source(before=before, parent=parent, after=after, files=tuple(files))
     with _part_paths(path, 1) as paths:
         return _join(path, source, [_write_part(paths[0], source, 0, 1)])
+
+
+def join_delta(
+    path: Path,
+    before: Path,
+    parent: WeightManifest,
+    files: Sequence[WeightFile],
+    parts: Sequence[DeltaPart],
+) -> float | None:
+    """Write to `path` the delta of `parts`, in the order of the files, and remove theirs.
+
+    The parts have the changed runs of all files that differ from the parent's. Returns and raises
+    what `write_delta` does, for the same bytes; `files` need not exist yet.
+    """
+    source = _Source(before=before, parent=parent, after=None, files=tuple(files))
+    covered = {name for part in parts for name in part.runs}
+    assert all(pair.file.name in covered for pair in source.pairs() if pair.has_changed)
+    return _join(path, source, parts)
 
 
 def write_delta_apart(
@@ -183,9 +160,9 @@ def write_delta_apart(
         "files": [asdict(file) for file in files],
     }
 
-    def encode(number: int, path: Path) -> _Part:
+    def encode(number: int, path: Path) -> DeltaPart:
         own = {"path": str(path), "number": number, "num_parts": num_parts}
-        return _Part(path=path, **_ask_encoder({**described, **own}, bound_s))
+        return DeltaPart(path=path, **_ask_encoder({**described, **own}, bound_s))
 
     with _part_paths(path, num_parts) as paths:
         with ThreadPoolExecutor(num_parts) as threads:
@@ -243,31 +220,35 @@ def _part_paths(path: Path, num_parts: int) -> Generator[list[Path]]:
             each.unlink(missing_ok=True)
 
 
-def _write_part(path: Path, source: _Source, number: int, num_parts: int) -> _Part:
+def _write_part(path: Path, source: _Source, number: int, num_parts: int) -> DeltaPart:
     """Write part `number` of `num_parts`, which have about as many runs each."""
+    assert source.after is not None
     pairs = [pair for pair in source.pairs() if pair.has_changed]
     limit = _limit(pairs)
     runs = [(pair, run) for pair in pairs for run in pair.runs]
     own = runs[len(runs) * number // num_parts : len(runs) * (number + 1) // num_parts]
-    compressor, reader = zstandard.ZstdCompressor(level=1), _Reader()
+    compressor, reader = make_compressor(), _Reader()
     entries: dict[str, list[dict[str, Any]]] = {}
     num_changed = 0
     with path.open("xb") as out:
         for pair in pairs:
             of_pair = [run for each, run in own if each is pair]
-            with pair.before.open("rb") as old, pair.after.open("rb") as new:
+            paths = (folder / pair.file.name for folder in (source.before, source.after))
+            with next(paths).open("rb") as old, next(paths).open("rb") as new:
                 for run in of_pair:
                     before, after = reader.read([old, new], run)
                     encoded = _encode(before, after, run, compressor)
+                    if encoded is None:
+                        continue
                     num_changed += encoded.num_changed
                     # Counting of the share continues to the end.
-                    if encoded.entry is not None and out.tell() < limit:
+                    if out.tell() < limit:
                         entries.setdefault(pair.file.name, []).append(encoded.entry)
                         out.writelines(encoded.streams)
-    return _Part(path=path, num_changed=num_changed, runs=entries)
+    return DeltaPart(path=path, num_changed=num_changed, runs=entries)
 
 
-def _join(path: Path, source: _Source, parts: Sequence[_Part]) -> float | None:
+def _join(path: Path, source: _Source, parts: Sequence[DeltaPart]) -> float | None:
     """Join the parts in order into the delta; returns as `write_delta`."""
     pairs = source.pairs()
     num_words = sum(run.num_words for pair in pairs for run in pair.runs)
@@ -275,10 +256,13 @@ def _join(path: Path, source: _Source, parts: Sequence[_Part]) -> float | None:
     files = [_entry(pair, parts) for pair in changed]
     header = {"format": DELTA_FORMAT, "parent_version": source.parent.version, "files": files}
     sealed = seal_bytes(json.dumps(header, separators=(",", ":")).encode())
-    with path.open("xb") as out:
-        for part in parts:
+    first, *others = parts
+    first.path.rename(path)
+    with path.open("ab") as out:
+        for part in others:
             with part.path.open("rb") as streams:
-                shutil.copyfileobj(streams, out, RUN_BYTES)
+                shutil.copyfileobj(streams, out, delta_runs.RUN_BYTES)
+            part.path.unlink()
         out.write(sealed + len(sealed).to_bytes(_LENGTH_BYTES, "little"))
         is_of_use = out.tell() < _limit(changed)
     if not is_of_use:
@@ -286,12 +270,18 @@ def _join(path: Path, source: _Source, parts: Sequence[_Part]) -> float | None:
     return sum(part.num_changed for part in parts) / num_words if num_words else None
 
 
+def _header(path: Path) -> bytes:
+    """The header of a safetensors file."""
+    with path.open("rb") as file:
+        return file.read(int.from_bytes(file.read(_LENGTH_BYTES), "little"))
+
+
 def _limit(pairs: Sequence[_Pair]) -> float:
     """Bytes from which on a delta is useless."""
     return _MAX_SHARE * sum(pair.file.size_bytes for pair in pairs)
 
 
-def _entry(pair: _Pair, parts: Iterable[_Part]) -> dict[str, Any]:
+def _entry(pair: _Pair, parts: Iterable[DeltaPart]) -> dict[str, Any]:
     return {
         "name": pair.file.name,
         "size_bytes": pair.file.size_bytes,
@@ -301,9 +291,9 @@ def _entry(pair: _Pair, parts: Iterable[_Part]) -> dict[str, Any]:
     }
 
 
-def _runs(header: bytes) -> Iterator[_Run]:
+def _runs(header: bytes) -> Iterator[Run]:
     """Yields the data of a safetensors file, tensor after tensor, in pieces of at most
-    RUN_BYTES."""
+    delta_runs.RUN_BYTES."""
     entries = cast("dict[str, Any]", json.loads(header))
     sizes = sorted(
         (*entry["data_offsets"], math.prod(entry["shape"]))
@@ -314,30 +304,23 @@ def _runs(header: bytes) -> Iterator[_Run]:
     for word_bytes, alike in groupby(sizes, key=lambda size: (size[1] - size[0]) // size[2]):
         tensors = list(alike)
         first, last = offset + tensors[0][0], offset + tensors[-1][1]
-        for start in range(first, last, RUN_BYTES):
-            stop = min(start + RUN_BYTES, last)
-            yield _Run(start=start, stop=stop, word_bytes=word_bytes)
+        for start in range(first, last, delta_runs.RUN_BYTES):
+            stop = min(start + delta_runs.RUN_BYTES, last)
+            yield Run(start=start, stop=stop, word_bytes=word_bytes)
 
 
 def _encode(
-    before: Array, after: Array, run: _Run, compressor: zstandard.ZstdCompressor
-) -> _Encoded:
+    before: Array, after: Array, run: Run, compressor: zstandard.ZstdCompressor
+) -> EncodedRun | None:
+    """The run's changes; None: nothing has changed."""
     changed, old, new = _changed(before, after, run.word_bytes)
     if not len(changed):
-        return _Encoded(entry=None, streams=(), num_changed=0)
-    gap_bytes = 1 if len(changed) * _LONG_GAP > run.num_words else 2
+        return None
+    gap_bytes = gap_bytes_of(len(changed), run.num_words)
     words = [*_planes(_digits(changed, gap_bytes)), *_planes(_differences(old, new))]
-    entry: dict[str, Any] = {"start": run.start, "stop": run.stop}
-    streams = tuple(compressor.compress(plane) for plane in words)
-    if sum(map(len, streams)) < run.stop - run.start:
-        entry |= {"encoding": "sparse", "word_bytes": run.word_bytes, "gap_bytes": gap_bytes}
-        entry |= {"num_changed": len(changed)}
-    else:
-        entry |= {"encoding": "dense"}
-        whole = after[: run.stop - run.start]
-        streams = (min(whole.tobytes(), compressor.compress(whole.data), key=len),)
-    entry |= {"streams": [len(stream) for stream in streams]}
-    return _Encoded(entry=entry, streams=streams, num_changed=len(changed))
+    planes = tuple(compressor.compress(plane) for plane in words)
+    whole = after[: run.stop - run.start]
+    return encoded_run(run, len(changed), planes, whole, compressor)
 
 
 def _changed(before: Array, after: Array, word_bytes: int) -> tuple[Array, Array, Array]:

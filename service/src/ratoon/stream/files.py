@@ -142,13 +142,13 @@ def remove_folder(folder: Path) -> None:
         shutil.rmtree(doomed)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove what crashed writers left in `folder`, whose only writer is the caller.
+def remove_leftovers(folder: Path, spared: Path | None = None) -> None:
+    """Remove what crashed writers left in `folder`, whose only writer is the caller, but `spared`.
 
     A replaced writer that has not noticed may still write or remove here: files that vanish are
     ignored, and a folder that it adds to is left to the next call.
     """
-    remove_paths(find_leftovers(folder))
+    remove_paths(path for path in find_leftovers(folder) if path != spared)
 
 
 def is_open_elsewhere(path: Path) -> bool:

@@ -6,6 +6,8 @@ version number never names two contents. A root has one writer, many readers.
     root/00000007/{manifest.json, config.json, model.safetensors, delta-from-00000006.bin, ...}
     root/.spare/    the version pruned last; the next is written over its pages, as new ones have
                     to be zeroed first
+    root/.tmp-announced-00000008/{manifest.json, config.json, delta-from-00000007.bin, ...}
+                    the version that is being written: its delta, and what else has no weights
     root/damaged-00000006/    a version that a disk has damaged, for whoever looks into it
 """
 
@@ -16,18 +18,22 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.log import get_logger
-from ratoon.stream.deltas import write_delta_apart
+from ratoon.model.delta_runs import DeltaPart
+from ratoon.stream.deltas import join_delta, write_delta_apart
 from ratoon.stream.files import (
+    TEMPORARY_PREFIX,
     digest_file,
     fsync_folder,
     fsync_tree,
     is_open_elsewhere,
+    link_or_copy,
     make_folder,
     remove_folder,
     remove_leftovers,
@@ -59,6 +65,87 @@ def version_folder(root: Path, version: int) -> Path:
     return root / f"{version:08d}"
 
 
+class Held(Protocol):
+    """Weights that are held until they are published."""
+
+    def write_rest(self, folder: Path) -> Mapping[str, str]:
+        """Write the files alone that `write_delta` does not describe. Returns the digests, by name,
+        of those that it computed; the others are read for theirs."""
+        ...
+
+    def write_delta(
+        self, path: Path, parents: Mapping[str, str]
+    ) -> tuple[Sequence[DeltaPart], Mapping[str, str]] | None:
+        """Write parts of a delta, beside `path`, from files whose digests by name are `parents`.
+
+        Returns them in the order of the files, with the digests of all files with changed weights;
+        None if the weights were not compared with the parent's.
+        """
+        ...
+
+
+def announce_version(
+    root: Path,
+    policy_id: str,
+    version: int,
+    kind: WeightKind,
+    held: Held,
+    created_at: float,
+    *,
+    made_by: MadeBy = MadeBy(),  # noqa: B008 - it is frozen
+) -> WeightManifest | None:
+    """Write the delta of `version`, whose weight files `publish_version` is to write next.
+
+    Returns the manifest that it will have, once `find_named` and `open_chunk` find the delta; None,
+    and nothing can be found, if the weights were not compared with the newest other version, if the
+    delta is of no use or cannot be written, or if the version exists. Raises whatever else `held`
+    raises.
+    """
+    make_folder(root)
+    remove_leftovers(root)
+    if version_folder(root, version).exists():
+        return None
+    parent = _newest_other(root, version, policy_id, kind)
+    if parent is None:
+        return None
+    temporary = temporary_name(version_folder(root, version))
+    temporary.mkdir()
+    try:
+        delta = temporary / delta_name(parent.version)
+        found = held.write_delta(delta, {file.name: file.digest for file in parent.files})
+        if found is None:
+            return None
+        parts, digests = found
+        known = held.write_rest(temporary)
+        rest = _describe_files(temporary, known, {part.path.name for part in parts})
+        sizes = {file.name: file.size_bytes for file in parent.files}
+        weights = (
+            WeightFile(name=name, size_bytes=sizes[name], digest=digest)
+            for name, digest in digests.items()
+        )
+        manifest = WeightManifest(
+            policy_id=policy_id,
+            version=version,
+            kind=kind,
+            files=tuple(sorted((*rest, *weights), key=lambda file: Path(file.name))),
+            created_at=created_at,
+            made_by=made_by,
+        )
+        before = version_folder(root, parent.version)
+        share = join_delta(delta, before, parent, manifest.files, parts)
+        if not delta.exists():
+            return None
+        manifest = _with_file(manifest, parent.version, delta, share)
+        (temporary / MANIFEST_NAME).write_bytes(seal_document(to_document(manifest)))
+        temporary.rename(_announced_folder(root, version))
+        return manifest
+    except OSError as err:
+        _LOG.warning("no delta from the device", version=version, reason=str(err))
+        return None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 def publish_version(
     root: Path,
     policy_id: str,
@@ -69,6 +156,7 @@ def publish_version(
     *,
     deltas: bool = False,
     made_by: MadeBy = MadeBy(),  # noqa: B008 - it is frozen
+    announced: WeightManifest | None = None,
 ) -> WeightManifest:
     """Make `version` visible with the files that `write` puts in the folder it is given.
 
@@ -76,8 +164,9 @@ def publish_version(
     computed while writing; the others are read for theirs. If the version exists, its manifest is
     returned without calling `write`: after a crash the same step gives the same bits. A damaged
     version is set aside and written again. With `deltas` the version has a delta from the newest
-    other version, if that is small enough. Raises INVALID_ARGUMENT if the existing version is
-    another policy's or of another kind, and whatever `write` raises; nothing is visible then.
+    other version, if that is small enough. An `announced` version has that manifest, and the delta
+    that was written for it. Raises INVALID_ARGUMENT if the existing version is another policy's or
+    of another kind, and whatever `write` raises; nothing else is visible then.
     """
     if version < 0:
         raise invalid("version", version, "at least 0")
@@ -88,7 +177,8 @@ def publish_version(
         # The process that published it may have been killed before it synced the name.
         fsync_folder(root)
         return _same_version(root, there, policy_id, kind)
-    remove_leftovers(root)
+    early = _announced_folder(root, version)
+    remove_leftovers(root, spared=None if announced is None else early)
     temporary = temporary_name(target)
     spares = _take_spare(root, temporary)
     try:
@@ -104,7 +194,13 @@ def publish_version(
             created_at=created_at,
             made_by=made_by,
         )
-        if deltas:
+        assert manifest.files, "a version without files"
+        if announced is not None:
+            assert announced.files == manifest.files, "what was announced is written"
+            manifest = announced
+            for delta in announced.deltas:
+                link_or_copy(early / delta.file.name, temporary / delta.file.name)
+        elif deltas:
             manifest = _with_delta(root, temporary, manifest)
         (temporary / MANIFEST_NAME).write_bytes(seal_document(to_document(manifest)))
         fsync_tree(temporary)
@@ -114,13 +210,49 @@ def publish_version(
         raise
 
 
+def delta_name(parent_version: int) -> str:
+    """Name of the delta from a version."""
+    return f"delta-from-{parent_version:08d}.bin"
+
+
+def _announced_folder(root: Path, version: int) -> Path:
+    return root / f"{TEMPORARY_PREFIX}announced-{version:08d}"
+
+
+def _announced_file(
+    root: Path, version: int | None, is_wanted: Callable[[WeightFile], bool]
+) -> tuple[Path, WeightFile] | None:
+    """A file of the announced versions, or of one of them, that is not published yet.
+
+    Raises WEIGHTS_NOT_FOUND with the field `version` for a file that is still to be written.
+    """
+    for folder in root.glob(f"{TEMPORARY_PREFIX}announced-*"):
+        try:
+            manifest = from_document(unseal_document((folder / MANIFEST_NAME).read_bytes()))
+        except FileNotFoundError:  # It is removed.
+            continue
+        if version not in (None, manifest.version):
+            continue
+        for file in filter(is_wanted, manifest.fetchable):
+            if not (folder / file.name).is_file():
+                raise RatoonError(
+                    ErrorCode.WEIGHTS_NOT_FOUND,
+                    f"{file.name} of version {manifest.version} is still being written",
+                    field="version",
+                    got=str(manifest.version),
+                    expected="a published version",
+                )
+            return folder / file.name, file
+    return None
+
+
 def _with_delta(root: Path, folder: Path, manifest: WeightManifest) -> WeightManifest:
     """Writes the delta from the newest other version to `folder`, and returns the manifest with
     it."""
-    parent = _newest_other(root, manifest)
+    parent = _newest_other(root, manifest.version, manifest.policy_id, manifest.kind)
     if parent is None:
         return manifest
-    path = folder / f"delta-from-{parent.version:08d}.bin"
+    path = folder / delta_name(parent.version)
     before = version_folder(root, parent.version)
     try:
         share = write_delta_apart(path, before, parent, folder, manifest.files)
@@ -129,23 +261,32 @@ def _with_delta(root: Path, folder: Path, manifest: WeightManifest) -> WeightMan
         _LOG.warning("no delta", version=manifest.version, reason=str(err))
         path.unlink(missing_ok=True)
         return manifest
+    return _with_file(manifest, parent.version, path, share)
+
+
+def _with_file(
+    manifest: WeightManifest, parent_version: int, path: Path, share: float | None
+) -> WeightManifest:
+    """The manifest with a delta, if there is one at `path`."""
     deltas: tuple[WeightDelta, ...] = ()
     if path.exists():
-        deltas = (WeightDelta(parent_version=parent.version, file=_describe(path, path.name)),)
+        deltas = (WeightDelta(parent_version=parent_version, file=_describe(path, path.name)),)
     return replace(manifest, deltas=deltas, changed_share=share)
 
 
-def _newest_other(root: Path, manifest: WeightManifest) -> WeightManifest | None:
-    """Newest other version; None if it cannot be read, or belongs to another policy or kind."""
-    others = [version for version in list_versions(root) if version != manifest.version]
+def _newest_other(
+    root: Path, version: int, policy_id: str, kind: WeightKind
+) -> WeightManifest | None:
+    """Newest version but `version`; None if it cannot be read, or belongs to another policy or
+    kind."""
+    others = [other for other in list_versions(root) if other != version]
     if not others:
         return None
     try:
         parent = whole_version(root, others[-1])
     except RatoonError:
         return None
-    is_alike = (parent.policy_id, parent.kind) == (manifest.policy_id, manifest.kind)
-    return parent if is_alike else None
+    return parent if (parent.policy_id, parent.kind) == (policy_id, kind) else None
 
 
 def _existing(root: Path, version: int) -> WeightManifest | None:
@@ -313,14 +454,22 @@ def _take_spare(root: Path, temporary: Path) -> list[Path]:
     return spares
 
 
-def file_path(root: Path, version: int, name: str, policy_id: str = "") -> Path:
-    """Path of a file that the manifest names.
+def find_named(root: Path, version: int, name: str, policy_id: str = "") -> tuple[Path, WeightFile]:
+    """A file that the manifest of a published or announced version names.
 
-    Raises WEIGHTS_NOT_FOUND for any other name, and if the version is damaged.
+    Raises WEIGHTS_NOT_FOUND for any other name, and with the field `version` if the version is
+    damaged or the file is still to be written.
     """
-    for file in read_manifest(root, version, policy_id).fetchable:
+    try:
+        manifest = read_manifest(root, version, policy_id)
+    except RatoonError:
+        found = _announced_file(root, version, lambda file: file.name == name)
+        if found is None:
+            raise
+        return found
+    for file in manifest.fetchable:
         if file.name == name:
-            return _whole_path(root, version, file)
+            return _whole_path(root, version, file), file
     raise RatoonError(
         ErrorCode.WEIGHTS_NOT_FOUND,
         f"version {version} has no file of that name",
@@ -331,9 +480,10 @@ def file_path(root: Path, version: int, name: str, policy_id: str = "") -> Path:
 
 
 def find_file(root: Path, digest: str) -> tuple[Path, WeightFile]:
-    """Newest published file with this digest; damaged versions are skipped.
+    """Newest published or announced file with this digest; damaged versions are skipped.
 
-    Raises INVALID_ARGUMENT for an invalid digest, WEIGHTS_NOT_FOUND if no file has it.
+    Raises INVALID_ARGUMENT for an invalid digest, WEIGHTS_NOT_FOUND if no file has it, with the
+    field `version` if it is still to be written.
     """
     if not _DIGEST_PATTERN.fullmatch(digest):
         raise invalid("digest", repr(digest), "32 lower-case hexadecimal digits")
@@ -346,7 +496,10 @@ def find_file(root: Path, digest: str) -> tuple[Path, WeightFile]:
             if err.code is not ErrorCode.WEIGHTS_NOT_FOUND:
                 raise
             # The version was damaged, or pruned since it was listed.
-    raise _digest_not_found(digest)
+    found = _announced_file(root, None, lambda file: file.digest == digest)
+    if found is None:
+        raise _digest_not_found(digest)
+    return found
 
 
 def open_chunk(root: Path, digest: str, offset: int, length: int) -> bytes:
@@ -405,15 +558,16 @@ def _same_version(
     return manifest
 
 
-def _describe_files(folder: Path, known: Mapping[str, str]) -> tuple[WeightFile, ...]:
+def _describe_files(
+    folder: Path, known: Mapping[str, str], ignored: Collection[str] = ()
+) -> tuple[WeightFile, ...]:
     paths = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*"))}
-    paths = {name: path for name, path in paths.items() if not path.is_dir()}
+    paths = {n: path for n, path in paths.items() if n not in ignored and not path.is_dir()}
     unseen = known.keys() - paths.keys()
     if unseen:
         raise FileNotFoundError(
             errno.ENOENT, "another rank wrote where this one cannot see", *unseen
         )
-    assert paths, "a version without files"
     assert all(path.is_file() and not path.is_symlink() for path in paths.values()), "only files"
     assert MANIFEST_NAME not in paths, "manifest.json is ours"
     return tuple(_describe(path, name, known.get(name)) for name, path in paths.items())

@@ -68,6 +68,8 @@ class TrainerSpec:
     keep_rollouts_bytes: int = 0
     # Whether versions have the adapter merged into the whole model.
     publishes_merged: bool = False
+    # Whether each version is compared with the one before as it is copied, for a delta.
+    compares_versions: bool = False
 
     @property
     def host_key(self) -> str:
@@ -84,7 +86,8 @@ class TrainerSpec:
         process = self.device, self.num_threads, self.deterministic
         memory = self.host_activation_bytes, self.max_tenants
         kind = model.base, model.tuning, model.value_head, model.dtype, seed, self.attention_backend
-        return repr((*kind, self.publishes_merged, *process, *memory))
+        published = self.publishes_merged, self.compares_versions
+        return repr((*kind, *published, *process, *memory))
 
     @property
     def num_workers(self) -> int:

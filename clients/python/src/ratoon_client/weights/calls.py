@@ -24,6 +24,7 @@ async def weight_manifest(
     name: str | None = None,
     known_version: int | None = None,
     wait_s: float = 0.0,
+    delta_from: int | None = None,
 ) -> WeightManifest:
     """Read a manifest; `AsyncRatoonClient.weight_manifest` documents the arguments.
 
@@ -39,6 +40,7 @@ async def weight_manifest(
         name=name,
         known_version=known_version,
         wait_s=wait_s,
+        delta_from=delta_from,
     )
     end = time.monotonic() + wait_s + TURN_S
     while True:

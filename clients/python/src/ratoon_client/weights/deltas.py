@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -49,6 +49,10 @@ class Run:
     word_bytes: int = 1
     gap_bytes: int = 1
     num_changed: int = 0
+
+    @property
+    def num_words(self) -> int:
+        return (self.stop - self.start) // self.word_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +99,97 @@ def rebuild(file: DeltaFile, parent: Path, target: Path) -> None:
     except BaseException:
         target.unlink(missing_ok=True)
         raise
+
+
+def apply(file: DeltaFile, data: Array) -> None:
+    """Make `file` of its parent's bytes, uint8 [size_bytes], in place.
+
+    All runs of a file are one call of each array function, which other threads of the process do
+    not wait for. Raises IntegrityError where the bytes then have another digest, `OSError`; they
+    are spoiled then.
+    """
+    if len(data) != file.size_bytes:
+        raise IntegrityError(f"{file.name} has {len(data)} bytes before, not {file.size_bytes}")
+    with file.delta.open("rb") as opened:
+        first = min((run.place for run in file.runs), default=0)
+        last = max((run.place + sum(run.streams) for run in file.runs), default=0)
+        opened.seek(first)
+        streams = opened.read(last - first)
+    groups: dict[tuple[int, int], list[Run]] = {}
+    for run in file.runs:
+        if run.encoding == "sparse":
+            groups.setdefault((run.word_bytes, run.gap_bytes), []).append(run)
+            continue
+        (size,) = run.streams
+        content = streams[run.place - first :][:size]
+        num_bytes = run.stop - run.start
+        whole = content if size == num_bytes else _inflated(content, num_bytes)
+        data[run.start : run.stop] = np.frombuffer(whole, np.uint8)
+    for runs in groups.values():
+        _apply_sparse(runs, first, streams, data)
+    if xxhash.xxh3_128_hexdigest(data.data) != file.digest:
+        raise IntegrityError(f"{file.name} made of a delta has another digest")
+
+
+def _apply_sparse(runs: Sequence[Run], first: int, streams: bytes, data: Array) -> None:
+    """Apply runs of one size of words and of gaps, whose `streams` begin at `first` of the
+    delta."""
+    word_bytes, gap_bytes = runs[0].word_bytes, runs[0].gap_bytes
+    offsets = [run.place - first for run in runs]
+    frames = [
+        [streams[start + end - size : start + end] for end, size in _ends(run.streams)]
+        for start, run in zip(offsets, runs, strict=True)
+    ]
+    counts = np.array([run.num_changed for run in runs])
+    num_words = np.array([run.num_words for run in runs])
+    escape = 2 ** (8 * gap_bytes) - 1
+    sizes = np.array([_content_size(planes[0]) for planes in frames], np.uint64)
+    # Before there is memory for them.
+    if (sizes < counts).any() or (sizes > counts + num_words // escape).any():
+        raise IntegrityError("gaps of another number of words than have changed")
+    origin = runs[0].start % word_bytes
+    if any(run.start % word_bytes != origin for run in runs):
+        raise IntegrityError("runs that do not begin with a word")
+    gaps, differences = (
+        [
+            b"".join(
+                _inflated(planes[at], size) for planes, size in zip(frames, wanted, strict=True)
+            )
+            for at in places
+        ]
+        for places, wanted in (
+            (range(gap_bytes), sizes),
+            (range(gap_bytes, gap_bytes + word_bytes), counts),
+        )
+    )
+    starts = np.array([run.start // word_bytes for run in runs])
+    changed = _all_positions(_joined(gaps), escape, sizes.astype(np.int64), counts, num_words)
+    words = data[origin : len(data) - (len(data) - origin) % word_bytes].view(f"<u{word_bytes}")
+    words[changed + np.repeat(starts, counts)] += _differences(_joined(differences))
+
+
+def _all_positions(
+    digits: Array, escape: int, sizes: Array, counts: Array, num_words: Array
+) -> Array:
+    """Indexes of the changed words, each in its run, int64 [sum(counts)]: `digits` of runs, one
+    run's after the other's, `sizes` of each."""
+    ends = np.flatnonzero(digits != escape)
+    last = np.cumsum(sizes)
+    found = np.diff(np.searchsorted(ends, last), prepend=0)
+    if (found != counts).any() or (digits[last - 1] == escape).any():
+        raise IntegrityError("gaps of another number of words than have changed")
+    total = np.cumsum(digits, dtype=np.int64)
+    # The words of the runs before, which each run begins without.
+    passed = np.concatenate([[0], total[last[:-1] - 1]]) + np.cumsum(counts) - counts
+    changed = total[ends] + np.arange(len(ends)) - np.repeat(passed, counts)
+    if (changed[np.cumsum(counts) - 1] >= num_words).any():
+        raise IntegrityError("a changed word behind the end of its run")
+    return changed
+
+
+def _ends(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Where each of consecutive streams ends, and its size."""
+    return zip(accumulate(sizes), sizes, strict=True)
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:

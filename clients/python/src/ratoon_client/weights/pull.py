@@ -21,7 +21,7 @@ from ratoon_client.weights.chunks import ChunkRange, PartialFile, chunk_ranges
 from ratoon_client.weights.disk import in_thread
 from ratoon_client.weights.folder import VersionsFolder, check_manifest
 from ratoon_client.weights.sources import Rebuilt, published_folder, rebuild_missing, take_published
-from ratoon_proto.types import WeightFile, WeightManifest
+from ratoon_proto.types import WeightDelta, WeightFile, WeightManifest
 
 KEEP_VERSIONS = 2
 # A version may be retired while it is pulled; then the newest is another one.
@@ -75,7 +75,11 @@ async def pull_weights(
     folder = VersionsFolder(root)
     async with folder.locked():
         await in_thread(folder.clean)
-        manifest = await _manifest(caller, policy_id, version, name)
+        delta_from = None
+        if weights_root(caller.config) is None:
+            # Else whole files are linked, for which a version has to be written.
+            delta_from = max(await in_thread(folder.listed), default=None)
+        manifest = await _manifest(caller, policy_id, version, name, delta_from)
         for _ in range(_MAX_MANIFESTS):
             try:
                 begun = time.monotonic()
@@ -85,7 +89,7 @@ async def pull_weights(
             except RatoonApiError as error:
                 if version is not None or error.code != "WEIGHTS_NOT_FOUND":
                     raise
-                newer = await _manifest(caller, policy_id, version, name)
+                newer = await _manifest(caller, policy_id, version, name, delta_from)
                 if newer == manifest:
                     raise
                 manifest = newer
@@ -115,9 +119,13 @@ def _settle(folder: VersionsFolder, version: int, *, is_latest: bool, keep: int 
 
 
 async def _manifest(
-    caller: Caller, policy_id: str, version: int | None, name: str | None = None
+    caller: Caller,
+    policy_id: str,
+    version: int | None,
+    name: str | None = None,
+    delta_from: int | None = None,
 ) -> WeightManifest:
-    manifest = await weight_manifest(caller, policy_id, version, name=name)
+    manifest = await weight_manifest(caller, policy_id, version, name=name, delta_from=delta_from)
     check_manifest(manifest, policy_id=policy_id, version=version)
     return manifest
 
@@ -181,11 +189,7 @@ async def _rebuild(
     """What deltas make of missing files; nothing where one is not whole."""
 
     async def fetch(of: WeightManifest, file: WeightFile) -> Path:
-        path = folder.partial_path(file.digest)
-        with PartialFile(path, size_bytes=file.size_bytes) as partial:
-            await _fetch_missing(caller, of, file, partial, fetched)
-            await _finish(of, file, partial)
-        return path
+        return await _fetch_whole(caller, folder, of, file, fetched)
 
     def parent(version: int) -> Awaitable[WeightManifest]:
         return _manifest(caller, manifest.policy_id, version)
@@ -199,6 +203,31 @@ async def _rebuild(
         if error.code != "WEIGHTS_NOT_FOUND":
             raise
     return Rebuilt(files={}, parent_version=None)
+
+
+async def fetch_delta(
+    caller: Caller, root: Path, manifest: WeightManifest, delta: WeightDelta
+) -> Path:
+    """Fetch a delta of this version into the folder of pulled versions, where `pull_weights` finds
+    it. Raises IntegrityError where its bytes are not what its digest says."""
+    check_manifest(manifest, policy_id=manifest.policy_id, version=manifest.version)
+    folder = VersionsFolder(root)
+    async with folder.locked():
+        return await _fetch_whole(caller, folder, manifest, delta.file, _Fetched())
+
+
+async def _fetch_whole(
+    caller: Caller,
+    folder: VersionsFolder,
+    manifest: WeightManifest,
+    file: WeightFile,
+    fetched: _Fetched,
+) -> Path:
+    path = folder.partial_path(file.digest)
+    with PartialFile(path, size_bytes=file.size_bytes) as partial:
+        await _fetch_missing(caller, manifest, file, partial, fetched)
+        await _finish(manifest, file, partial)
+    return path
 
 
 async def _fetch_missing(

@@ -15,12 +15,13 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import tenacity
 import xxhash
 
 from ratoon_client.caller import Caller, may_pass
+from ratoon_client.config import weights_root
 from ratoon_client.errors import (
     EngineError,
     IntegrityError,
@@ -38,7 +39,7 @@ from ratoon_client.weights.folder import (
     read_committed,
     write_committed,
 )
-from ratoon_client.weights.pull import KEEP_VERSIONS, pull_weights
+from ratoon_client.weights.pull import KEEP_VERSIONS, fetch_delta, pull_weights
 from ratoon_proto.types import WeightManifest
 
 _LOG = logging.getLogger("ratoon_client")
@@ -64,6 +65,22 @@ class Adapter(Protocol):
         Has ended, one way or the other, when its caller goes on, cancelled or not. Raises
         EngineError where the engine did not take it, and has then loaded `previous` again, the
         folder of the version committed before, as far as it could.
+        """
+        ...
+
+
+@runtime_checkable
+class DeltaAdapter(Adapter, Protocol):
+    """An engine that can take a version as a delta, before its files are here."""
+
+    async def commit_delta(
+        self, delta: Path, manifest: WeightManifest, *, previous: Path
+    ) -> float | None:
+        """Serve the version that `delta` makes of the one in `previous`, committed before.
+
+        Gives the seconds in which nothing was sampled, or None where the engine cannot make it of
+        what it has: nothing has changed then, and the version comes by `commit`. Ends and raises as
+        `commit`.
         """
         ...
 
@@ -215,7 +232,11 @@ class AsyncWeightReceiver:
         known = None if served is None else served.version
         try:
             newest = await weight_manifest(
-                self._caller, self._policy_id, known_version=known, wait_s=wait_s
+                self._caller,
+                self._policy_id,
+                known_version=known,
+                wait_s=wait_s,
+                delta_from=known if self._wants_deltas else None,
             )
         except RatoonApiError as error:
             if error.code != "WEIGHTS_NOT_FOUND":
@@ -233,15 +254,15 @@ class AsyncWeightReceiver:
         served = None if committed is None else committed.version
         await self._acknowledge(served, holds_version=newest.version)
         await self._make_room(newest, committed)
+        pause_s = await self._commit_delta(newest, committed)
         pulled = await pull_weights(
             self._caller, self._policy_id, self._root, version=newest.version, keep=None
         )
-        if committed is not None:
-            # Who ends in between leaves an engine of which nothing is known.
-            await in_thread(write_committed, self._root, replace(committed, tag=None))
-        pause_s = await self._adapter.commit(
-            pulled.folder, pulled.manifest, previous=self._previous(newest, committed)
-        )
+        if pause_s is None:
+            await self._forget_tag(committed)
+            pause_s = await self._adapter.commit(
+                pulled.folder, pulled.manifest, previous=self._previous(newest, committed)
+            )
         async with self._folder.locked():
             await in_thread(self._folder.point_latest, pulled.version)
         tag = await self._adapter.tag()
@@ -260,6 +281,34 @@ class AsyncWeightReceiver:
         )
         self._on_event(received)
         return received
+
+    @property
+    def _wants_deltas(self) -> bool:
+        """Whether a delta is of use before files are there, which a `weights_root` links."""
+        return isinstance(self._adapter, DeltaAdapter) or weights_root(self._caller.config) is None
+
+    async def _commit_delta(
+        self, newest: WeightManifest, committed: Committed | None
+    ) -> float | None:
+        """Commit by the delta from what is committed; None where that cannot be."""
+        adapter, previous = self._adapter, self._previous(newest, committed)
+        if committed is None or previous is None or not isinstance(adapter, DeltaAdapter):
+            return None
+        for delta in newest.deltas:
+            if delta.parent_version == committed.version:
+                try:
+                    path = await fetch_delta(self._caller, self._root, newest, delta)
+                except IntegrityError as error:
+                    _LOG.info("%s: not by a delta: %s", self._policy_id, error)
+                    return None
+                await self._forget_tag(committed)
+                return await adapter.commit_delta(path, newest, previous=previous)
+        return None
+
+    async def _forget_tag(self, committed: Committed | None) -> None:
+        """Who ends during a commit leaves an engine of which nothing is known."""
+        if committed is not None:
+            await in_thread(write_committed, self._root, replace(committed, tag=None))
 
     async def _make_room(self, newest: WeightManifest, committed: Committed | None) -> None:
         """Before the pull: a folder in memory must not hold more than it has to."""

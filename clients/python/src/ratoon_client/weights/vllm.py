@@ -11,9 +11,11 @@ its workers' memory before it is paused.
 from __future__ import annotations
 
 import importlib
+import logging
 import re
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +28,7 @@ from ratoon_client.weights.disk import in_thread
 from ratoon_client.weights.engine_http import EngineHttp
 from ratoon_proto.types import WeightManifest
 
+_LOG = logging.getLogger("ratoon_client")
 _STARTED = re.compile(r"^process_start_time_seconds(?:\{.*\})? (\S+)$", re.MULTILINE)
 _ATTEMPTS = 4
 _POLL_S = 0.05
@@ -74,10 +77,15 @@ class VllmAdapter(EngineHttp):
         # Without a version before it, what the server was started with.
         old = str(previous) if previous is not None else self._model_root()
         self._stage(folder, manifest)
+        return self._swap(lambda: self._load_staged(folder), old)
+
+    def _swap(self, load: Callable[[], None], old: str | None) -> float:
+        """Load in a pause; gives its seconds. Raises EngineError, with `old` loaded again as far as
+        possible."""
         self._pause()
         begun = time.monotonic()
         try:
-            self._load_staged(folder)
+            load()
         except EngineError as error:
             self._load_again(old, error)
         self._resume()
@@ -205,8 +213,28 @@ class StagedVllmAdapter(VllmAdapter):
     """
 
     _staging_id = ""
+    # A load has failed since the last one that did not: workers that answer no poll may lack what
+    # the next delta begins with.
+    _has_failed = False
 
-    def _stage(self, folder: Path, manifest: WeightManifest) -> None:
+    async def commit_delta(
+        self, delta: Path, manifest: WeightManifest, *, previous: Path
+    ) -> float | None:
+        """As `DeltaAdapter.commit_delta`: each worker has the parent in its host memory."""
+        return await in_thread(self._commit_delta, delta, manifest, previous)
+
+    def _commit_delta(self, delta: Path, manifest: WeightManifest, previous: Path) -> float | None:
+        if self._has_failed:
+            return None
+        try:
+            self._stage(delta.parent, manifest, delta)
+        except EngineError as error:
+            # A worker that started since, or staged another version, has not the parent.
+            _LOG.info("%s: not by a delta: %s", manifest.policy_id, error)
+            return None
+        return self._swap(lambda: self._load_staged(delta.parent), str(previous))
+
+    def _stage(self, folder: Path, manifest: WeightManifest, delta: Path | None = None) -> None:
         self._staging_id = uuid.uuid4().hex
         files = [
             asdict(file)
@@ -215,6 +243,8 @@ class StagedVllmAdapter(VllmAdapter):
             if file.name.endswith(".safetensors") and "/" not in file.name
         ]
         info = {"staging_id": self._staging_id, "folder": str(folder), "files": files}
+        if delta is not None:
+            info["delta"] = str(delta)
         self._post("/init_weight_transfer_engine", {"init_info": info})
         deadline = time.monotonic() + self._load_s
         while self._is_staging():
@@ -235,6 +265,7 @@ class StagedVllmAdapter(VllmAdapter):
         return any(worker["is_running"] for worker in workers)
 
     def _load_staged(self, folder: Path) -> None:
+        self._has_failed = True
         try:
             self._post("/start_weight_update")
         except EngineError:
@@ -247,3 +278,4 @@ class StagedVllmAdapter(VllmAdapter):
         self._post("/finish_weight_update")
         # Old keys and values would answer for tokens that the new weights have not seen.
         self._insist("/reset_prefix_cache")
+        self._has_failed = False

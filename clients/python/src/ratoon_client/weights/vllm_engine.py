@@ -1,7 +1,8 @@
 """vLLM's weight transfer backend `ratoon`, one in each worker. Imports torch and vLLM.
 
-While the engine samples, a thread copies a version's files to host memory and verifies them; the
-update, in the pause, loads from that memory. Read against the source of vLLM 0.26.0.
+While the engine samples, a thread copies a version's files to host memory and verifies them, or
+makes them there of the version before and a delta; the update, in the pause, loads from that
+memory. Read against the source of vLLM 0.26.0.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import xxhash
 from torch import Tensor
 
 from ratoon_client.errors import IntegrityError
+from ratoon_client.weights.deltas import DeltaFile, apply, read_delta
 from ratoon_proto.types import WeightFile
 
 if TYPE_CHECKING:
@@ -37,18 +39,23 @@ else:
 
 _LOG = logging.getLogger("ratoon_client")
 _READ_BYTES = 8 * 2**20
-_THREADS = 4
+_THREADS = 8
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _NAMES_SHOWN = 3
 
 
 @dataclass
 class StageInfo:
-    """`files` of `folder`, safetensors all: objects with the fields of `WeightFile`."""
+    """`files` of `folder`, safetensors all: objects with the fields of `WeightFile`.
+
+    With the path of a `delta` they need not be there: each is made of the one that was staged
+    before.
+    """
 
     staging_id: str
     folder: str
     files: list[Any]
+    delta: str = ""
 
     def __post_init__(self) -> None:
         self.files = [WeightFile(**file) for file in self.files]
@@ -67,6 +74,8 @@ class HostMemory:
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._buffers: dict[str, Tensor] = {}
+        # Digests of the files that the buffers have whole, by name.
+        self.digests: dict[str, str] = {}
 
     def buffers(self, files: Sequence[WeightFile]) -> list[Tensor]:
         """Bytes for each file, pinned where CUDA takes them; what other files had goes."""
@@ -93,6 +102,7 @@ class HostMemory:
 
     def _drop(self, name: str) -> None:
         buffer = self._buffers.pop(name)
+        self.digests.pop(name, None)
         if self._is_cuda:
             _cudart().cudaHostUnregister(buffer.data_ptr())
 
@@ -106,6 +116,9 @@ class Staging:
         self.id = info.staging_id
         self.error: str | None = None
         self._folder = Path(info.folder)
+        self._delta = Path(info.delta) if info.delta else None
+        self._made: dict[str, DeltaFile] = {}
+        self._digests = memory.digests
         self._tensors: dict[str, Tensor] = {}
         self._is_cancelled = threading.Event()
         if before is not None:
@@ -126,7 +139,7 @@ class Staging:
         """The tensors by name, views of host memory. Raises RuntimeError where it failed."""
         self._thread.join()
         if self.error is not None:
-            raise RuntimeError(f"{self._folder} is not staged: {self.error}")
+            raise RuntimeError(f"{self._delta or self._folder} is not staged: {self.error}")
         return self._tensors
 
     def end(self) -> None:
@@ -147,6 +160,8 @@ class Staging:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             buffers = memory.buffers(files)
+            if self._delta is not None:
+                self._made = {file.name: file for file in read_delta(self._delta)}
             with ThreadPoolExecutor(_THREADS) as pool:
                 for tensors in pool.map(self._stage, files, buffers):
                     self._tensors |= tensors
@@ -154,6 +169,20 @@ class Staging:
             self.error = f"{type(err).__name__}: {err}"
 
     def _stage(self, file: WeightFile, data: Tensor) -> dict[str, Tensor]:
+        held = self._digests.pop(file.name, None)
+        if self._delta is None:
+            self._read(file, data)
+        elif held != file.digest:
+            made = self._made.get(file.name)
+            if made is None or (made.parent_digest, made.digest) != (held, file.digest):
+                raise IntegrityError(f"no delta makes {file.name} of what is here")
+            if self._is_cancelled.is_set():
+                raise RuntimeError("another version came")
+            apply(made, data.numpy())
+        self._digests[file.name] = file.digest
+        return _tensors(data)
+
+    def _read(self, file: WeightFile, data: Tensor) -> None:
         target = memoryview(cast("Any", data.numpy()))
         digest = xxhash.xxh3_128()
         read = 0
@@ -168,7 +197,6 @@ class Staging:
                 read += count
         if digest.hexdigest() != file.digest:
             raise IntegrityError(f"{file.name} does not have the digest {file.digest}")
-        return _tensors(data)
 
 
 class RatoonTransferEngine(WeightTransferEngine):

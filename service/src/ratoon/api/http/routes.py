@@ -196,6 +196,7 @@ _Kind, _State = enum_of(OperationKind.DESCRIPTOR), enum_of(OperationState.DESCRI
 _IN_QUERY: Mapping[str, tuple[Any, Any]] = MappingProxyType(
     {
         "known_version": (KnownVersion, None),
+        "delta_from": (KnownVersion, None),
         "wait_s": (WaitSeconds, 0.0),
         "name": (Annotated[str, Query()], ""),
         "policy_id": (Annotated[str, Query(pattern=f"^({POLICY_ID.pattern})?$")], ""),

@@ -238,6 +238,7 @@ class Controller:
         known_version: int | None = None,
         wait_s: float = 0.0,
         name: str = "",
+        delta_from: int | None = None,
     ) -> WeightManifest:
         """The manifest of a version that can be fetched; `version` None: the newest.
 
@@ -247,7 +248,8 @@ class Controller:
         Beyond that the call waits up to `wait_s` seconds for a version that no operation has made
         yet; with `known_version`, for a newest version that is another one. It has a version
         written once: where that fails, it waits for another one. With `name` the version is the one
-        of that name.
+        of that name. With `delta_from` it waits no longer for a version that is being written than
+        until the delta from that version can be fetched.
 
         Versions of a failed policy stay readable. Raises WEIGHTS_NOT_FOUND, POLICY_NOT_READY,
         POLICY_FAILED where it would wait for a failed policy, and UNAVAILABLE where the wait would
@@ -269,7 +271,9 @@ class Controller:
                     asked = run.version
                     await self._turns.publish()
                 if self._publisher.state_of(version) is PublicationState.WRITING:
-                    await self._publisher.landed()
+                    announced = await self._publisher.announced(delta_from)
+                    if announced is not None:
+                        return announced
             left_s: float | None = deadline - clock()
             if left_s <= 0 or self._publisher.is_published(version, known_version):
                 async with self._lock:  # A start, or its rollback of versions, holds it.

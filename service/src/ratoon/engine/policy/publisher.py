@@ -6,6 +6,10 @@ A version can be fetched only once the journal says that it was applied. The nex
 this one can be fetched, so that no crash leaves a version out.
 
     applied -> held: copied -> journaled -> written while other operations run -> published
+
+A version with a delta may be announced before its files are written: who has the parent can make
+the files then. The journal lists it once they are there, as any other, so a crash in between costs
+a reader nothing but the wait for whole files: the same version is written again, bit for bit.
 """
 
 from __future__ import annotations
@@ -87,6 +91,8 @@ class Publisher(Awaited):
         self._version: int | None = None
         self._state = PublicationState.NONE
         self._landing: asyncio.Task[None] | None = None
+        # Its manifest, once it is announced; None: it is not, and will not be.
+        self._announced: asyncio.Future[WeightManifest | None] | None = None
         # The version that could not be published, and why.
         self._refused: tuple[int, RatoonError] | None = None
         # The version whose writing failed, until a later attempt ends.
@@ -158,6 +164,7 @@ class Publisher(Awaited):
             return
         assert self._version is not None
         self._state = PublicationState.WRITING
+        self._announced = asyncio.get_running_loop().create_future()
         landing = self._land(self._version)
         self._landing = asyncio.get_running_loop().create_task(landing)
         self._landing.add_done_callback(self._over)
@@ -242,6 +249,26 @@ class Publisher(Awaited):
         if self._landing is not None:
             await asyncio.wait([self._landing], timeout=timeout_s)
 
+    async def announced(self, delta_from: int | None) -> WeightManifest | None:
+        """The manifest of the version under way, as soon as its delta from `delta_from` can be
+        fetched; None, once the version is written, or its writing stopped, if it has none."""
+        announced = self._announced
+        if delta_from is None or self._landing is None or announced is None:
+            await self.landed()
+            return None
+        await asyncio.wait([self._landing, announced], return_when=asyncio.FIRST_COMPLETED)
+        manifest = announced.result() if announced.done() else None
+        if manifest is None or delta_from not in (d.parent_version for d in manifest.deltas):
+            await self.landed()
+            return None
+        return manifest if self._is_announced(manifest.version) else None
+
+    def _is_announced(self, version: int) -> bool:
+        if self._version != version or self._state is not PublicationState.WRITING:
+            return False
+        announced = self._announced
+        return announced is not None and announced.done() and announced.result() is not None
+
     async def get_ahead(self, operation_s: float) -> None:
         """On CPUs, let the version that an operation of so many seconds made be written first.
 
@@ -297,12 +324,12 @@ class Publisher(Awaited):
         Raises WEIGHTS_NOT_FOUND where what it would hold is not published, and what
         `Receivers.acknowledge` raises.
         """
-        run = self._run
-        if ack.holds_version is not None and self.state_of(ack.holds_version).is_begun:
+        run, held = self._run, ack.holds_version
+        if held is not None and self.state_of(held).is_begun and not self._is_announced(held):
             await self.landed()
         async with self._listing:
-            if ack.holds_version is not None and not self._has(ack.holds_version):
-                raise self._not_published("holds_version", ack.holds_version)
+            if held is not None and not (self._has(held) or self._is_announced(held)):
+                raise self._not_published("holds_version", held)
             unknown = self.receivers.acknowledge(ack)
             newest = self.newest
         run.send(telemetry.receivers_gone(run.policy_id, unknown))
@@ -392,11 +419,10 @@ class Publisher(Awaited):
     async def _land(self, version: int) -> None:
         run, started = self._run, time.perf_counter()
         run.reach(CrashPoint.ENGINE_BEFORE_PUBLISH)
-        root, deltas = str(run.paths.weights), run.spec.publish.deltas
-        call = run.ports.worker.call(
-            WorkerCore.publish, run.token, version, root, run.ports.now(), deltas
-        )
+        root, deltas, now = str(run.paths.weights), run.spec.publish.deltas, run.ports.now()
         try:
+            await self._announce(version, root, now)
+            call = run.ports.worker.call(WorkerCore.publish, run.token, version, root, now, deltas)
             await self._lost_workers.counted(str(version), call)
         except RatoonError as error:
             self._refuse(version, error)
@@ -410,6 +436,21 @@ class Publisher(Awaited):
             version=version,
             publish_s=round(seconds, 3),
         )
+
+    async def _announce(self, version: int, root: str, now: float) -> None:
+        """Let readers have the version's delta before its files are written, where there is one."""
+        run, started = self._run, time.perf_counter()
+        manifest = None
+        if run.spec.publish.deltas:
+            call = run.ports.worker.call(WorkerCore.announce, run.token, version, root, now)
+            manifest = await self._lost_workers.counted(str(version), call)
+        if self._announced is not None:
+            self._announced.set_result(manifest)
+        if manifest is not None:
+            seconds = round(time.perf_counter() - started, 3)
+            _LOG.info(
+                "version announced", policy_id=run.policy_id, version=version, delta_s=seconds
+            )
 
     async def _show(self, version: int) -> None:
         """List the written version for readers, and drop the oldest that no receiver holds."""

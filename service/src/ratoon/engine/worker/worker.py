@@ -54,7 +54,7 @@ from ratoon.errors import CopyFailedError, ErrorCode, RatoonError, without_folde
 from ratoon.garbage import collect_all
 from ratoon.log import get_logger
 from ratoon.stream.manifest import MadeBy, WeightManifest
-from ratoon.stream.versions import publish_version
+from ratoon.stream.versions import announce_version, publish_version
 from ratoon.train.saved_state import AsOf
 from ratoon.train.spec import TrainerSpec
 from ratoon_proto.types import OperationState, Progress, StepResult, WeightKind
@@ -72,13 +72,12 @@ _NO_OPERATION = ""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HeldWeights:
-    """A copy of the weights. `seq`, `digest`: of the state that it was made of; "": no digest."""
+    """A copy of the weights, which the operation `made_by` made."""
 
     version: int
     kind: WeightKind
     copy: HeldWeights
-    seq: int
-    digest: str
+    made_by: MadeBy
 
 
 class WorkerOrderError(Exception):
@@ -91,8 +90,9 @@ class WorkerOrderError(Exception):
 class WorkerCore:
     """The controller calls its public methods, through `RemoteWorker.call`.
 
-    Any thread may call `fence`, `progress`, `cancel` and `end`. `publish` and `write_snapshot` have
-    a thread of their own each. All other methods run on one thread, the compute thread.
+    Any thread may call `fence`, `progress`, `cancel` and `end`. `announce` and `publish` have a
+    thread of their own, and so has `write_snapshot`. All other methods run on one thread, the
+    compute thread.
     """
 
     def __init__(self, create_trainer: Callable[[TrainerSpec], Trainer], reach: Reach) -> None:
@@ -114,9 +114,10 @@ class WorkerCore:
         # A copy of the state, which `write_snapshot` writes.
         self._snapshot: Snapshot | None = None
         self._snapshot_lock = threading.Lock()
-        # A copy of the weights, and the manifest once `publish` has written it. `publish` holds the
-        # lock meanwhile.
+        # A copy of the weights, and the manifests once `announce` and `publish` have written what
+        # belongs to them. Both hold the lock meanwhile.
         self._held: _HeldWeights | None = None
+        self._announced: WeightManifest | None = None
         self._published: WeightManifest | None = None
         self._held_lock = threading.Lock()
         # The running task.
@@ -314,7 +315,7 @@ class WorkerCore:
         self._policy_id, self._last_seq = "", 0
         self._takes_digests, self._digest = False, ""
         with self._held_lock:
-            self._held = self._published = None
+            self._held = self._announced = self._published = None
         # Layers have reference cycles: without this an earlier trainer would stay on the device,
         # and the memory that is free decides what is kept for a backward.
         collect_all()
@@ -339,7 +340,7 @@ class WorkerCore:
         with self._snapshot_lock:
             self._snapshot = None
         with self._held_lock:
-            self._held = self._published = None
+            self._held = self._announced = self._published = None
 
     def forward(self, token: int, task: Task) -> Outcome:
         """Run a Forward that has no seq. It changes nothing, so it may run any number of times."""
@@ -435,15 +436,37 @@ class WorkerCore:
         runner = self._loaded()
         assert version == runner.version, "weights stand still while they are copied"
         with self._held_lock:
-            self._held = self._published = None
+            self._held = self._announced = self._published = None
             copy = self._guarded(runner, "hold", runner.trainer.copy_weights)
             self._held = _HeldWeights(
                 version=version,
                 kind=runner.weight_kind,
                 copy=copy,
-                seq=self._last_seq,
-                digest=self._digest if self._takes_digests else "",
+                made_by=MadeBy(
+                    seq=self._last_seq, state_digest=self._digest if self._takes_digests else ""
+                ),
             )
+
+    def announce(
+        self, token: int, version: int, weights_root: str, created_at: float
+    ) -> WeightManifest | None:
+        """Write the delta of the copied weights, which `publish` is to write; returns the manifest
+        that the version will have, or None where there is no delta before there are files.
+
+        Runs beside other calls. Raises `WorkerLostError`, where a rank is lost; whatever else fails
+        is logged, as nobody needs a delta.
+        """
+        with self._held_lock:
+            held = self._held_copy(token, version)
+            if self._announced is None and self._published is None:
+                args = Path(weights_root), self._policy_id, version, held.kind, held.copy
+                try:
+                    self._announced = announce_version(*args, created_at, made_by=held.made_by)
+                except WorkerLostError as err:
+                    raise self._lost(f"version {version} was not written: {err}") from err
+                except Exception:  # noqa: BLE001 - files are made of the same copy
+                    _LOG.exception("failed", what=f"delta of version {version}")
+            return self._announced
 
     def publish(
         self, token: int, version: int, weights_root: str, created_at: float, deltas: bool = False
@@ -455,23 +478,28 @@ class WorkerCore:
         weights is lost.
         """
         with self._held_lock:
-            self.fence(token)
-            held = self._held
-            if held is None or held.version != version:
-                raise RatoonError(ErrorCode.INTERNAL, f"no copy of version {version} is held")
+            held = self._held_copy(token, version)
             if self._published is None:
                 self._reach(CrashPoint.WORKER_BEFORE_PUBLISH)
                 self._published = self._write(held, Path(weights_root), created_at, deltas)
                 self._reach(CrashPoint.WORKER_AFTER_PUBLISH)
             return self._published
 
+    def _held_copy(self, token: int, version: int) -> _HeldWeights:
+        self.fence(token)
+        held = self._held
+        if held is None or held.version != version:
+            raise RatoonError(ErrorCode.INTERNAL, f"no copy of version {version} is held")
+        return held
+
     def _write(
         self, held: _HeldWeights, root: Path, created_at: float, deltas: bool
     ) -> WeightManifest:
         args = root, self._policy_id, held.version, held.kind, held.copy.write, created_at
-        made_by = MadeBy(seq=held.seq, state_digest=held.digest)
         try:
-            return publish_version(*args, deltas=deltas, made_by=made_by)
+            return publish_version(
+                *args, deltas=deltas, made_by=held.made_by, announced=self._announced
+            )
         except RatoonError:
             raise
         except WorkerLostError as err:

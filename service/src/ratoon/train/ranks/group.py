@@ -7,7 +7,7 @@ of its own, a `Peer`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ratoon.errors import CopyFailedError, ErrorCode, RatoonError
 from ratoon.method_call import MethodCall
+from ratoon.model.delta_runs import DeltaPart
 from ratoon.train.micro_batches import PassHooks, never_cancelled
 from ratoon.train.ranks.rank import Rank
 
@@ -54,7 +55,7 @@ class Peer(Protocol):
 
 
 class RankGroup:
-    """One thread calls it, except for `write_states` and `write_weights`, which run beside it."""
+    """One thread calls it, except for what writes held states and weights, which runs beside it."""
 
     def __init__(self, own: Rank, peers: Sequence[Peer] = ()) -> None:
         self.own = own
@@ -174,6 +175,29 @@ class HeldWeights:
         for each in self.ranks.all(Rank.write_weights, str(folder)):
             digests |= each
         return digests
+
+    def write_rest(self, folder: Path) -> dict[str, str]:
+        """Write the files of a version that have no trained weights; returns the digests of weight
+        files among them."""
+        return self.ranks.own.write_rest(str(folder))
+
+    def write_delta(
+        self, path: Path, parents: Mapping[str, str]
+    ) -> tuple[list[DeltaPart], dict[str, str]] | None:
+        """Write the parts of a delta, beside `path`, in the order of the files, and return them
+        with the digests by name of the files with trained weights.
+
+        `parents`: the digests of the parent's files. Returns None if a rank has not compared its
+        weights with exactly those. Raises as `write`.
+        """
+        found = self.ranks.all(Rank.write_delta, str(path), dict(parents))
+        made = [each for each in found if each is not None]
+        if len(made) < len(found):
+            for part, _ in made:
+                part.path.unlink()
+            return None
+        digests = {name: digest for _, own in made for name, digest in own.items()}
+        return [part for part, _ in made], digests
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ratoon.garbage import frozen_graphs
+from ratoon.model.delta_runs import DeltaPart
 from ratoon.model.export import WeightsCopy
 from ratoon.model.policy_model import PolicyModel, muon_matrices
 from ratoon.rollout.packed import UpdatePlan
@@ -78,7 +79,7 @@ class OnlyBackward:
 
 
 class Rank:
-    """Not thread-safe, except for `write_states` and `write_weights`.
+    """Not thread-safe, except for what writes held states and weights.
 
     All ranks get their calls in one order.
     """
@@ -118,7 +119,11 @@ class Rank:
         self._read: OptimizerState | None = None
         self._values: dict[str, Tensor] = {}
         self._weights_copy = WeightsCopy(
-            model, copies.rank, copies.size, is_merged=spec.publishes_merged
+            model,
+            copies.rank,
+            copies.size,
+            is_merged=spec.publishes_merged,
+            compares=spec.compares_versions,
         )
         # Bytes lent to activations, of the device and of the host.
         self._lent: tuple[int | None, int] = None, 0
@@ -269,6 +274,17 @@ class Rank:
         """Write the files of the held share; returns digests by name. Any thread may call it."""
         return self._weights_copy.write(Path(folder))
 
+    def write_rest(self, folder: str) -> dict[str, str]:
+        """Write the files that have no trained weights, as `WeightsCopy.write_rest` does."""
+        return self._weights_copy.write_rest(Path(folder))
+
+    def write_delta(
+        self, path: str, parents: Mapping[str, str]
+    ) -> tuple[DeltaPart, dict[str, str]] | None:
+        """Write this rank's part of a delta, as `WeightsCopy.write_delta` does, beside `path`. Any
+        thread may call it."""
+        return self._weights_copy.write_delta(Path(f"{path}.{self.copies.rank}"), parents)
+
     def read_states(self, folder: str, manifest: Manifest) -> tuple[int, int]:
         """Stage this rank's parts of a checkpoint for `take_states`; returns their digest sums."""
         self._weights_copy.finish()
@@ -317,6 +333,7 @@ class Rank:
         """Bytes that a forward-backward takes, besides activations and what is allocated before."""
         shards = self.model.shards
         ring_bytes = 0 if shards is None else shards.ring_bytes
+        ring_bytes += self._weights_copy.device_bytes
         return ring_bytes + (0 if is_only else self.gradients.passing_bytes)
 
     @contextmanager
