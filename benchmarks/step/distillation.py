@@ -1,8 +1,8 @@
 """Benchmarks distillation: updates with a teacher's K likeliest tokens, against GRPO.
 
 The recorded group on the policy's own log-probs, forward, backward and optimizer by the service's
-trainer; and a Forward that answers the K likeliest tokens, against one that does not. All rows are
-of one trainer and one run.
+trainer; and a Forward that answers the K likeliest tokens, against one that does not. The last row
+asks a teacher of the student's size on the same device in each update. All rows are of one run.
 
     python -m benchmarks.step.distillation --out benchmarks/results/h200/distillation.json
     python -m benchmarks.step.distillation --draft --device cpu
@@ -61,6 +61,7 @@ LOSSES = {
     ),
 }
 FORWARDS = {"forward": 0, f"forward, {K} likeliest": K}
+TAUGHT = "reverse_kl, a teacher asked"
 COLUMNS = ("way", "seconds", "over the first", "peak GiB")
 
 
@@ -94,33 +95,53 @@ def _measure(args: argparse.Namespace) -> None:
     batch = taught(make_batch((run.scale.paper,), size.vocab_size, run.seed), size.vocab_size)
     trainer = open_trainer(Ways(run, size), OptimizerStates.BF16_8BIT, has_reference=False)
     payload: dict[str, Any] = {"model": asdict(size), "num_teacher_tokens": K, "rows": []}
-    for how, step in _steps(trainer, batch).items():
+
+    def add(how: str, step: Callable[[], object]) -> None:
         row = figures_or_refusal(partial(_row, run, step))
         payload["rows"].append({"how": how, **row})
         if args.out is not None:
             write_result(args.out, payload, seed=run.seed)
+
+    for how, step in _steps(trainer, batch).items():
+        add(how, step)
+    # The teacher is opened now: the rows before it have the device for themselves.
+    teacher = open_trainer(Ways(run, size), OptimizerStates.BF16_8BIT, has_reference=False)
+    add(TAUGHT, partial(_taught_update, trainer, teacher, batch))
     print(format_table({**describe_gpu(run.seed), **payload}))
 
 
 def _steps(trainer: Trainer, batch: RolloutBatch) -> dict[str, Callable[[], object]]:
     """What is measured, by its name."""
 
-    def update(request: LossConfig) -> None:
-        loss = resolve_loss(request, batch, has_frozen_reference=False)
-        optim = OptimStepConfig(learning_rate=LEARNING_RATE, max_grad_norm=1.0)
-        step = resolve_optim(optim, loss.normalisation, trainer.spec.optimizer)
-        report = trainer.update(trainer.prepare(batch, loss), step)
-        if report.skipped:
-            raise RuntimeError(f"the step was skipped: {report.warnings}")
-
     def forward(num_best: int) -> None:
         prepared = trainer.prepare_forward(batch, num_best=num_best)
         trainer.forward(prepared, with_entropy=False, use_reference=False)
 
     return {
-        **{how: partial(update, request) for how, request in LOSSES.items()},
+        **{how: partial(_update, trainer, batch, request) for how, request in LOSSES.items()},
         **{how: partial(forward, num_best) for how, num_best in FORWARDS.items()},
     }
+
+
+def _update(trainer: Trainer, batch: RolloutBatch, request: LossConfig) -> None:
+    loss = resolve_loss(request, batch, has_frozen_reference=False)
+    optim = OptimStepConfig(learning_rate=LEARNING_RATE, max_grad_norm=1.0)
+    step = resolve_optim(optim, loss.normalisation, trainer.spec.optimizer)
+    report = trainer.update(trainer.prepare(batch, loss), step)
+    if report.skipped:
+        raise RuntimeError(f"the step was skipped: {report.warnings}")
+
+
+def _taught_update(student: Trainer, teacher: Trainer, batch: RolloutBatch) -> None:
+    """What the service does where a loss names a teacher: a Forward on it, then the update."""
+    asked = replace(batch, teacher_tokens=None, teacher_logprobs=None)
+    prepared = teacher.prepare_forward(asked, num_best=_width(student.model.sizes.vocab_size))
+    answer = teacher.forward(prepared, with_entropy=False, use_reference=False).teacher
+    if answer is None:
+        raise RuntimeError("the teacher answered no tokens")
+    tokens_JK, logprobs_JK = answer
+    answered = replace(batch, teacher_tokens=tokens_JK, teacher_logprobs=logprobs_JK)
+    _update(student, answered, LOSSES[str(Divergence.REVERSE_KL)])
 
 
 def _row(run: Run, step: Callable[[], object]) -> Row:
@@ -139,7 +160,7 @@ def taught(batch: RolloutBatch, vocab_size: int) -> RolloutBatch:
     """The rollouts with a teacher of K distinct random tokens at each response token, whose mass
     falls off as 1 / rank^2; K is smaller where the vocabulary is."""
     rng = np.random.default_rng(0)
-    num_tokens, width = len(batch.response_tokens), min(K, vocab_size // 2)
+    num_tokens, width = len(batch.response_tokens), _width(vocab_size)
     # A stride that shares no factor with the vocabulary visits each token once.
     stride = next(s for s in range(vocab_size // 2 - 1, 0, -1) if np.gcd(s, vocab_size) == 1)
     first_J1 = rng.integers(0, vocab_size, (num_tokens, 1))
@@ -150,6 +171,10 @@ def taught(batch: RolloutBatch, vocab_size: int) -> RolloutBatch:
         teacher_tokens=((first_J1 + stride * np.arange(width)) % vocab_size).astype(np.int32),
         teacher_logprobs=np.tile(logprob_K, (num_tokens, 1)),
     )
+
+
+def _width(vocab_size: int) -> int:
+    return min(K, vocab_size // 2)
 
 
 def format_table(result: Mapping[str, Any]) -> str:
