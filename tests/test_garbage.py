@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import sys
 import weakref
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from ratoon.garbage import collect_all, frozen_graphs
+from ratoon.garbage import UNUSED_LIBRARIES, collect_all, frozen_graphs, frozen_imports
 
 
 class _Cycle:
@@ -62,3 +66,19 @@ def test_what_was_frozen_is_collected_once_it_is_let_go_of() -> None:
     assert is_there() is not None
     collect_all()
     assert is_there() is None
+
+
+def test_libraries_that_nobody_needs_are_not_there_while_others_are_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = UNUSED_LIBRARIES[0]
+    (tmp_path / f"{name}.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with frozen_imports():
+        assert find_spec(name) is None
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module(name)
+    assert importlib.import_module(name).__file__ == str(tmp_path / f"{name}.py")
+    with frozen_imports():
+        assert importlib.import_module(name)

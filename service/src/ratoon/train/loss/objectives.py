@@ -21,6 +21,7 @@ from ratoon.train.loss.kinds import (
     NoObjective,
     Objective,
     RatioObjective,
+    RootObjective,
     SapoObjective,
     SequenceClipObjective,
 )
