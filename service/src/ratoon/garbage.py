@@ -13,7 +13,7 @@ from typing import cast
 # What transformers imports where it is installed, for what no process of the service does: seconds,
 # threads (pandas' Arrow has one) and a GPU's context (flash-linear-attention), with which a process
 # has no forks.
-UNUSED_LIBRARIES = ("sklearn", "fla", "causal_conv1d")
+UNUSED_LIBRARIES = ("scipy", "sklearn", "fla", "causal_conv1d")
 
 
 @contextmanager

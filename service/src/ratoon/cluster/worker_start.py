@@ -6,8 +6,9 @@ takes seconds, and a fork milliseconds. Other processes, and those that the serv
 start as Ray starts them.
 
 The server imports nothing of Ray, which reads its settings where it is imported, and does not
-begin CUDA, which works in no fork of a process that has. It has one thread, as a fork has no
-others. It ends when its standard input is closed.
+begin CUDA, which works in no fork of a process that has; so a worker imports torch's compiler
+itself, which begins it. The server has one thread, as a fork has no others. It ends when its
+standard input is closed.
 """
 
 from __future__ import annotations
@@ -40,12 +41,11 @@ GPU_ENVIRONMENT = {
 WORKER_ENVIRONMENT = {FORKED: "1", **GPU_ENVIRONMENT}
 _HOST = "ratoon.engine.worker.host"
 _TRAINER = "ratoon.train.trainer"
-_COMPILER = "torch._inductor.compile_fx"
 _SERVE = "--serve"
 _CONTEXT, _LANGUAGE = "--serialized-runtime-env-context=", "--language="
 _TAKEN = b"taken"
 _MOST_BYTES = 2**20
-_GPUS, _CUDA = "/dev/nvidiactl", "/dev/nvidia-uvm"
+_CUDA = "/dev/nvidia-uvm"
 _OOM_SCORE = Path("/proc/self/oom_score_adj")
 
 
@@ -112,8 +112,6 @@ def serve(listener: socket.socket) -> None:
     with frozen_imports():
         importlib.import_module(_HOST)
         importlib.import_module(_TRAINER)
-        if Path(_GPUS).exists():
-            importlib.import_module(_COMPILER)
     num_threads = len(list(Path("/proc/self/task").iterdir()))
     if num_threads > 1 or "ray" in sys.modules or _has_begun_cuda():
         sys.exit(f"fork server: {num_threads} threads, expected one, no Ray and no CUDA")
