@@ -1,7 +1,8 @@
 """One Update on n GPUs, phase by phase, from constants: nothing here runs on a GPU.
 
 Nodes have eight GPUs. Groups are data-parallel over ranks; optimizer states are sharded (Z1), sums
-of gradients too (Z2), weights too (Z3). No collective adds: owners add what all ranks send them.
+of gradients too (Z2), weights too, among the ranks of a node (Z3). No collective adds: owners add
+what all ranks send them.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ AS_DESIGNED = Options()
 def state_bytes(model: Model, layout: Layout, n: int) -> float:
     """Bytes of one GPU: weights, sums and moments, and the layers that Z3 gathers at a time."""
     count = model.num_parameters
-    weights = _WEIGHTS * count / (n if layout is Layout.Z3 else 1)
+    weights = _WEIGHTS * count / (min(n, NODE) if layout is Layout.Z3 else 1)
     sums = _SUMS * count / (1 if layout is Layout.Z1 else n)
     gathered = _GATHERED_LAYERS * _layer_bytes(model) if layout is Layout.Z3 else 0
     return weights + sums + _MOMENTS * count / n + gathered
@@ -117,6 +118,15 @@ def all_gather_s(size_bytes: float, calls: float, n: int, c: Values, *, by_node:
     return max(within_s, between_s) + calls * hops * 1e-6 * c["hop_us"]
 
 
+def between_nodes_s(size_bytes: float, n: int, c: Values) -> float:
+    """Seconds in which each node gets what the others have stepped: each GPU sends its share to one
+    of each other node. `size_bytes`: of all shares."""
+    nodes = max(1.0, n / NODE)
+    calls = 1e-6 * size_bytes / n / c["bucket"]
+    sent = size_bytes / n * (nodes - 1) / (1e9 * c["between"])
+    return sent + (nodes - 1) * math.ceil(calls) * 1e-6 * c["message_us"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
     """One simulated Update: seconds by phase, which add up to `seconds`.
@@ -150,8 +160,9 @@ def simulate(
     mine = math.ceil(batch.num_groups / n) if options.plan_on_ranks else batch.num_groups
     read = min(batch.num_groups, mine * NODE)
     weights = _WEIGHTS * count
-    gather = 0.0
-    if layout is not Layout.Z3:
+    if layout is Layout.Z3:
+        gather = between_nodes_s(weights, n, c)
+    else:
         gather = all_gather_s(weights, weights * calls, n, c, by_node=options.by_node)
     phases = {
         "call": 1e-3 * c["call_ms"] * num_calls(batch, c),
@@ -272,7 +283,7 @@ def _reduce_s(
         return _exposed(seconds, c["backward"] * turns_K)
     layers = model.size.num_layers
     seconds = all_to_all_s(gradients, layers, n, c, by_node=by_node)
-    seconds += 2 * all_gather_s(gradients, layers, n, c, by_node=by_node)
+    seconds += 2 * all_gather_s(gradients, layers, min(n, NODE), c, by_node=by_node)
     return _exposed(seconds, turns_K)
 
 

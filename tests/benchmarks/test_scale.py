@@ -22,6 +22,7 @@ from benchmarks.scale.simulate import (
     Options,
     all_gather_s,
     all_to_all_bytes,
+    between_nodes_s,
     simulate,
     state_bytes,
 )
@@ -112,6 +113,21 @@ def test_memory_falls_with_gpus_and_from_layout_to_layout(
         assert by_layout == sorted(by_layout, reverse=True)
 
 
+def test_weights_are_sharded_within_a_node_and_sent_between_nodes_once() -> None:
+    c = _values()
+    sums_and_moments = 6.03125 * QWEN3_8B.num_parameters
+    others = [state_bytes(QWEN3_8B, Layout.Z3, n) - sums_and_moments / n for n in (8, 16, 4096)]
+    assert others == pytest.approx([others[0]] * 3)
+    assert between_nodes_s(1e9, 8, c) == 0
+    # Into a GPU comes the eighth of all that its node keeps there, but for its own share.
+    assert between_nodes_s(8e12, 64, c) == pytest.approx(
+        1e12 * 7 / 8 / (1e9 * c["between"]), rel=0.01
+    )
+    batch = draw(64, c, 1)
+    one, two = (simulate(QWEN3_30B, batch, n, Layout.Z3, c).phases["gather"] for n in (8, 16))
+    assert one == 0 < two
+
+
 @pytest.mark.parametrize(
     ("model", "layout", "wanted"),
     [
@@ -155,7 +171,7 @@ def test_work_is_conserved_and_phases_add_up() -> None:
     c = _values()
     batch = draw(64, c, 1)
     alone = simulate(QWEN3_235B, batch, 1, Layout.Z1, c)
-    for n in (32, 128):
+    for n in (128, 512):
         update = simulate(QWEN3_235B, batch, n, Layout.Z3, c)
         assert update.phases["compute"] * n == pytest.approx(alone.phases["compute"])
         assert min(update.phases.values()) > -1e-9

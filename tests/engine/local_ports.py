@@ -124,6 +124,8 @@ class LocalWorker:
         self.is_dead = False
         self.loses_restore = False
         self.is_released = False
+        # What it was told last of where GPUs are to be.
+        self.spread = False, 0
         self._start()
 
     @property
@@ -168,8 +170,8 @@ class LocalWorker:
     async def release(self) -> None:
         self.is_dead = self.is_released = True
 
-    async def fence(self, token: int, *, on_one_node: bool = False) -> WorkerStatus:
-        self.on_one_node = on_one_node
+    async def fence(self, token: int, *, evenly: bool = False, num_nodes: int = 0) -> WorkerStatus:
+        self.spread = evenly, num_nodes
         if not self.is_dead:
             self.core.fence(token)
         return await self._run(self.core.status)

@@ -23,7 +23,7 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 
-from ratoon.cluster.placement import find_group
+from ratoon.cluster.placement import bundles_of_ranks, find_group
 from ratoon.cluster.ray_cluster import RayCluster
 from ratoon.config import RatoonConfig, RayConfig, WorkerConfig
 from ratoon.engine.client import EngineClient
@@ -51,15 +51,20 @@ class Nodes:
     client: EngineClient
 
     def of_policy(self, policy_id: str) -> list[str]:
-        """The node of each of its GPUs."""
+        """The node of each of its ranks."""
         group = find_group(policy_id)
         assert group is not None
-        return [*placement_group_table(group)["bundles_to_node_id"].values()]
+        nodes = placement_group_table(group)["bundles_to_node_id"]
+        return [nodes[bundle] for bundle in bundles_of_ranks(group)]
+
+    def ranks(self, node_id: str) -> list[psutil.Process]:
+        """Processes of ranks there, but for the workers'."""
+        _, raylet = self._find(node_id)
+        return [each for each in raylet.children() if "RankActor" in " ".join(each.cmdline())]
 
     def kill(self, node_id: str) -> None:
         """The raylet, and at once all that it has started."""
-        (node,) = (node for node in self.cluster.worker_nodes if node.node_id == node_id)
-        raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+        node, raylet = self._find(node_id)
         lost = raylet.children(recursive=True)
         self.cluster.remove_node(node, allow_graceful=False)
         for process in lost:
@@ -68,6 +73,11 @@ class Nodes:
 
     def add(self, num_gpus: int) -> None:
         self.cluster.add_node(num_cpus=1, num_gpus=num_gpus, object_store_memory=_MEMORY)
+
+    def _find(self, node_id: str) -> tuple[Any, psutil.Process]:
+        """A node, and its raylet."""
+        (node,) = (node for node in self.cluster.worker_nodes if node.node_id == node_id)
+        return node, psutil.Process(node.all_processes["raylet"][0].process.pid)
 
     def take_one_of_each(self, num_nodes: int) -> PlacementGroup:
         """Reserve a GPU of so many nodes."""

@@ -14,7 +14,7 @@ from ratoon.engine.client import EngineClient
 from ratoon.engine.engine import Engine
 from ratoon.engine.types import Operation
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon_proto.types import ParallelLayout, PolicyState, Recovery
+from ratoon_proto.types import ParallelLayout, PolicyState, Recovery, Shard
 from tests.engine.harness import update
 from tests.engine.node_cluster import Nodes, beside
 from tests.engine.ray_engine import SPEC, done, random_batch, submission
@@ -31,8 +31,10 @@ def on_nodes() -> Iterator[Run]:
         yield run
 
 
-async def _create(client: EngineClient, name: str, num_workers: int = 2) -> None:
-    parallel = ParallelLayout(num_workers=num_workers)
+async def _create(
+    client: EngineClient, name: str, num_workers: int = 2, shard: Shard | None = None
+) -> None:
+    parallel = ParallelLayout(num_workers=num_workers, shard=shard)
     spec = replace(_SPEC, policy_id=name, parallel=parallel)
     await done(client, await client.call(Engine.create_policy, spec))
 
@@ -70,6 +72,7 @@ async def _placed_and_lost(nodes: Nodes) -> None:
     assert first != second
     remove_placement_group(taken)
     assert await _update(client, "apart", 1) == digests[0]
+    assert len(nodes.ranks(second)) == 1
 
     nodes.kill(second)
     assert await _update(client, "apart", 2) == digests[1]
@@ -90,3 +93,45 @@ def test_ranks_are_put_on_one_node_else_apart_and_outlive_the_loss_of_nodes(
     on_nodes: Run, tmp_path: Path
 ) -> None:
     on_nodes(_placed_and_lost, tmp_path)
+
+
+async def _shared_by_node(nodes: Nodes) -> None:
+    """Every node has all weights, each rank of it a share: the bits of the same ranks on one."""
+    client = nodes.client
+    nodes.add(4)
+    await _create(client, "one", num_workers=4, shard=Shard.WEIGHTS)
+    (wide,) = set(nodes.of_policy("one"))
+    digests = [await _update(client, "one", seq) for seq in range(1, 4)]
+    await done(client, await client.call(Engine.delete_policy, "one"))
+    nodes.kill(wide)
+    with pytest.raises(RatoonError, match=r"3 of each of 2 nodes or 2 of each of 3 nodes.*2, 2"):
+        await _create(client, "many", num_workers=6, shard=Shard.WEIGHTS)
+
+    await _create(client, "two", num_workers=4, shard=Shard.WEIGHTS)
+    first, _, second, last = nodes.of_policy("two")
+    assert first != second
+    assert second == last
+    assert await _update(client, "two", 1) == digests[0]
+
+    # One rank of the node that the worker is not on, while an update runs.
+    running = await _submit(client, "two", 2)
+    nodes.ranks(second)[0].kill()
+    await done(client, running)
+    assert await _digest(client, "two") == digests[1]
+
+    # It waits for as many nodes as before.
+    nodes.kill(nodes.of_policy("two")[-1])
+    waiting = await _submit(client, "two", 3)
+    await until(lambda: find_group("two") is None)
+    assert not (await client.call(Engine.get_operation, waiting.operation_id, 0.0)).state.is_final
+    nodes.add(2)
+    await done(client, waiting)
+    assert await _digest(client, "two") == digests[2]
+    status = await client.call(Engine.policy, "two")
+    assert (status.version, len(set(nodes.of_policy("two")))) == (3, 2)
+
+
+def test_nodes_that_share_weights_each_outlive_the_loss_of_ranks_and_nodes(
+    on_nodes: Run, tmp_path: Path
+) -> None:
+    on_nodes(_shared_by_node, tmp_path)

@@ -46,7 +46,9 @@ def test_optimizer_states_of_the_config_reach_bfloat16_policies_alone(
         assert trainer.optimizer_states is expected
 
 
-async def test_sharded_weights_want_the_gpus_of_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sharded_weights_want_as_many_gpus_of_each_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(placement, "free_gpus_by_node", lambda: {"a": 2.0, "b": 1.0})
     monkeypatch.setattr(placement, "_RELEASE_S", 0.0)
     settings = EngineSettings.from_config(load_config(None))
@@ -55,9 +57,31 @@ async def test_sharded_weights_want_the_gpus_of_one_node(monkeypatch: pytest.Mon
         await cluster.check(replace(spec, parallel=ParallelLayout(num_workers=2, shard=shard)))
     three = replace(spec, parallel=ParallelLayout(num_workers=3, shard=Shard.GRADIENTS))
     await cluster.check(three)
-    with pytest.raises(RatoonError, match=r"3 GPUs of one node.*by node: 2, 1") as caught:
+    with pytest.raises(RatoonError, match=r"3 of one node, as.*by node: 2, 1") as caught:
         await cluster.check(replace(three, parallel=replace(three.parallel, shard=Shard.WEIGHTS)))
     assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
+    free = {"a": 3.0, "b": 2.0, "c": 0.0}
+    monkeypatch.setattr(placement, "free_gpus_by_node", lambda: free)
+    four = ParallelLayout(num_workers=4, shard=Shard.WEIGHTS)
+    await cluster.check(replace(spec, parallel=four))
+    with pytest.raises(RatoonError) as caught:
+        await cluster.check(replace(spec, parallel=replace(four, num_workers=8)))
+    assert caught.value.message == (
+        "the policy wants 8 GPUs, 8 of one node or 4 of each of 2 nodes or 2 of each of 4 nodes, as"
+        " ranks of a node share weights, 5 are free (by node: 3, 2, 0)"
+    )
+
+
+async def test_ranks_on_cpus_are_as_many_as_the_cluster_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ratoon.cluster.ray_cluster.cpus_by_node", lambda: {"a": 2, "b": 300})
+    settings = EngineSettings.from_config(load_config(None))
+    cluster, spec = RayCluster(replace(settings, device="cpu")), policy_spec("p")
+    await cluster.check(replace(spec, parallel=ParallelLayout(num_workers=302)))
+    with pytest.raises(RatoonError, match=r"at most 302, .*by node: 300, 2") as caught:
+        await cluster.check(replace(spec, parallel=ParallelLayout(num_workers=303)))
+    assert caught.value.field == "parallel.num_workers"
 
 
 def test_what_an_interrupted_delete_left_goes_at_the_next_start(
@@ -97,8 +121,9 @@ def test_a_cluster_whose_gpus_are_not_up_is_none_of_cpus(monkeypatch: pytest.Mon
 
 def test_a_rank_sees_its_own_gpu_first_and_those_of_its_node() -> None:
     assert seen_by_ranks([("a", "0"), ("a", "2"), ("a", "5")]) == ["0,2,5", "2,0,5", "5,0,2"]
-    # Numbers are of a node, and a number that is there twice is of no GPU.
-    assert seen_by_ranks([("a", "0"), ("a", "1"), ("b", "0"), ("b", "1")]) == ["0", "1", "0", "1"]
+    # Numbers are of a node.
+    places = [("a", "0"), ("a", "1"), ("b", "0"), ("b", "3"), ("c", "1")]
+    assert seen_by_ranks(places) == ["0,1", "1,0", "0,3", "3,0", "1"]
 
 
 def test_memory_of_the_host_reaches_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:

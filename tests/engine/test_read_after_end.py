@@ -223,11 +223,11 @@ async def test_a_version_whose_worker_is_lost_is_waited_for(
     machine = await make_machine(recovery=recovery).start()
     fence, lost = machine.worker.fence, list[None]()
 
-    async def fenced(token: int, *, on_one_node: bool = False) -> Any:
+    async def fenced(token: int, *, evenly: bool = False, num_nodes: int = 0) -> Any:
         if machine.crashes.hits and len(lost) < 2:
             lost.append(None)
             raise WorkerLostError("it does not come up")
-        return await fence(token, on_one_node=on_one_node)
+        return await fence(token, evenly=evenly, num_nodes=num_nodes)
 
     monkeypatch.setattr(machine.worker, "fence", fenced)
     machine.crashes.armed[CrashPoint.WORKER_BEFORE_PUBLISH] = 1

@@ -96,8 +96,8 @@ async def test_a_lost_worker_for_which_there_is_no_gpu_is_waited_for(
     ]
     fence = machine.worker.fence
 
-    async def fence_once_there_is_room(token: int, *, on_one_node: bool) -> WorkerStatus:
-        assert not on_one_node
+    async def fence_once_there_is_room(token: int, *, evenly: bool, num_nodes: int) -> WorkerStatus:
+        assert (evenly, num_nodes) == (False, 0)
         if refusals:
             raise refusals.pop()
         return await fence(token)
@@ -132,18 +132,18 @@ async def test_a_restart_that_is_asked_for_during_another_is_one_more(
     await until(lambda: machine.controller._turns.is_known)
 
 
-async def test_ranks_that_read_weights_come_back_on_one_node(
+async def test_ranks_that_read_weights_come_back_on_as_many_nodes(
     make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though nobody named it: it was chosen, where they were on one."""
+    """Though nobody named it: it was chosen, where nodes had as many ranks each."""
     open_spec = harness.trainer_spec(harness.policy_spec())
     monkeypatch.setattr(harness, "trainer_spec", lambda _spec: open_spec)
-    monkeypatch.setattr(FakeTrainer, "info", lambda _: replace(INFO, shard="weights"))
+    monkeypatch.setattr(FakeTrainer, "info", lambda _: replace(INFO, shard="weights", num_nodes=2))
     machine = await make_machine(recovery=Recovery.REPLAY).start()
-    assert not machine.worker.on_one_node
+    assert machine.worker.spread == (False, 0)
     machine.worker.is_dead = True
     await machine.end(await machine.update(1, 1))
-    assert machine.worker.on_one_node
+    assert machine.worker.spread == (True, 2)
 
 
 async def test_an_operation_whose_acceptance_was_lost_runs_once(machine: Machine) -> None:

@@ -55,11 +55,11 @@ class PipePeer:
     """`ranks.group.Peer` of another process."""
 
     def __init__(
-        self, spec: TrainerSpec, meeting: Meeting, number: int, part_elements: int
+        self, spec: TrainerSpec, meeting: Meeting, number: int, part_elements: int, node: str
     ) -> None:
         self._pipe, theirs = _FORK.Pipe()
         self._stop = _FORK.Event()
-        args = theirs, self._stop, spec, meeting, number, part_elements
+        args = theirs, self._stop, spec, meeting, number, part_elements, node
         self.process = _FORK.Process(target=_serve, args=args, daemon=True)
         self.process.start()
         theirs.close()
@@ -99,6 +99,7 @@ def _serve(
     meeting: Meeting,
     number: int,
     part_elements: int,
+    node: str,
 ) -> None:
     """What a peer's process does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -111,7 +112,7 @@ def _serve(
         torch.cuda.set_device(number)
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = REPEATABLE
         spec = replace(spec, device=f"cuda:{number}")
-    Copies.join(meeting, number, torch.device(spec.device))
+    Copies.join(meeting, number, torch.device(spec.device), node=node)
     spec, model = load(spec)
     own = Rank(spec, model, Copies.joined())
     own.hooks = PassHooks(on_progress=no_progress, is_cancelled=stop.is_set)
@@ -135,15 +136,18 @@ def ranked(
     part_elements: int = PART,
     shard: Shard = Shard.STATES,
     timeout_s: float = 60.0,
+    num_nodes: int = 1,
 ) -> Iterator[tuple[Trainer, list[PipePeer]]]:
-    """A trainer of so many ranks, and the peers among them; parts of so many elements."""
+    """A trainer of so many ranks, and the peers among them; parts of so many elements. Nodes have
+    as many ranks each, in a row."""
     parallel = replace(spec.parallel, num_workers=num_ranks, shard=shard)
     spec = replace(spec, parallel=parallel)
     meeting, store = open_meeting("127.0.0.1", num_ranks, timeout_s)
-    peers = [PipePeer(spec, meeting, one, part_elements) for one in range(1, num_ranks)]
+    nodes = [str(one * num_nodes // num_ranks) for one in range(num_ranks)]
+    peers = [PipePeer(spec, meeting, one, part_elements, nodes[one]) for one in range(1, num_ranks)]
     try:
         if peers:
-            Copies.join(meeting, 0, torch.device(spec.device), store)
+            Copies.join(meeting, 0, torch.device(spec.device), store, node=nodes[0])
         for peer in peers:
             assert peer.result() == "loaded"
         with pytest.MonkeyPatch.context() as patch:

@@ -156,13 +156,15 @@ def test_what_is_left_open_is_as_little_as_there_is_room_for(
 ) -> None:
     """`small`: bytes of a GPU for which the weights of a whole model are too many."""
     spec = _spec(PresetBase(name=preset), tuning)
+    monkeypatch.setattr(Copies, "nodes", lambda: [[0, 1, 2]])
     for total, expected in ((10 * small, Shard.STATES), (small, Shard.WEIGHTS)):
         monkeypatch.setattr("ratoon.train.ranks.layout.total_bytes", lambda _, total=total: total)
         chosen, model = load(spec)
         assert chosen.shard is expected
         assert (model.shards is not None) == (expected is Shard.WEIGHTS)
-    # Ranks of several machines read no weights of one another.
-    monkeypatch.setattr(Copies, "are_neighbours", lambda _: False)
+        assert chosen.num_nodes == (expected is Shard.WEIGHTS)
+    # Ranks of several nodes read no weights of one another.
+    monkeypatch.setattr(Copies, "nodes", lambda: [[0], [1], [2]])
     with pytest.raises(RatoonError) as caught:
         load(spec)
     assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED

@@ -15,13 +15,11 @@ from ratoon.method_call import MethodCall
 from ratoon.model import safetensors_files
 from ratoon.model.export import export_weights
 from ratoon.model.spec import FolderBase, ModelDtype, PresetBase
-from ratoon.shards.copies import Copies
 from ratoon.shards.layer_shards import RING, LayerShards
 from ratoon.shards.parts import Part, parts_of, shared_out
 from ratoon.stream import deltas, versions
 from ratoon.stream.versions import announce_version, publish_version
 from ratoon.train.numerics import device_model
-from ratoon.train.ranks.layout import load
 from ratoon.train.ranks.rank import Rank
 from ratoon.train.spec import OptimizerStates
 from ratoon.train.trainer import Trainer
@@ -29,7 +27,6 @@ from ratoon_proto.types import (
     LoraTuning,
     LossKind,
     NumericsGuard,
-    ParallelLayout,
     Shard,
     SkipReason,
     StepReport,
@@ -99,16 +96,6 @@ def test_ranks_of_different_devices_are_refused(
     assert caught.value.code is ErrorCode.UNSUPPORTED
     assert caught.value.expected == "NVIDIA H200"
     assert caught.value.got == device_model(torch.device("cpu"))
-
-
-def test_weights_are_sharded_between_neighbours_alone(
-    base: FolderBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Copies, "are_neighbours", lambda _: False)
-    parallel = ParallelLayout(num_workers=2, shard=Shard.WEIGHTS)
-    with pytest.raises(RatoonError, match="of one node alone") as caught:
-        load(replace(alone_of(base).spec, parallel=parallel))
-    assert (caught.value.code, caught.value.field) == (ErrorCode.UNSUPPORTED, "parallel.shard")
 
 
 @pytest.mark.parametrize(

@@ -113,13 +113,22 @@ def test_a_late_rank_of_an_earlier_worker_does_not_join() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "shard"), [(2, Shard.GRADIENTS), (4, Shard.GRADIENTS), (2, Shard.WEIGHTS)]
+    ("num_ranks", "shard", "num_nodes"),
+    [
+        (2, Shard.GRADIENTS, 1),
+        (4, Shard.GRADIENTS, 1),
+        (2, Shard.WEIGHTS, 1),
+        pytest.param(4, Shard.WEIGHTS, 2, marks=pytest.mark.more),
+    ],
 )
 def test_a_rank_that_dies_in_the_pass_is_waited_for_by_none(
-    base: FolderBase, num_ranks: int, shard: Shard
+    base: FolderBase, num_ranks: int, shard: Shard, num_nodes: int
 ) -> None:
     """With four ranks, the two others do not wait for one another either."""
-    with ranked(alone_of(base).spec, num_ranks, 100, shard) as (trainer, peers):
+    with ranked(alone_of(base).spec, num_ranks, 100, shard, num_nodes=num_nodes) as (
+        trainer,
+        peers,
+    ):
         batch = make_batch(1, num_groups=12)
         loss = make_loss(batch)
         plan = trainer.prepare(batch, loss).plan

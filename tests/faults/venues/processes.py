@@ -301,8 +301,8 @@ class RpcWorker:
         """A bare one in its place holds as good as nothing."""
         await self.replace()
 
-    async def fence(self, token: int, *, on_one_node: bool = False) -> Any:
-        del on_one_node
+    async def fence(self, token: int, *, evenly: bool = False, num_nodes: int = 0) -> Any:
+        del evenly, num_nodes
         await self._ask("fence", token)
         return await self._ask("status")
 

@@ -1,9 +1,12 @@
 """The GPUs of a cluster: which node has them, which policy, and how its processes see them.
 
-A policy, or a process that several share, has one placement group by its name, a bundle per GPU.
-All are on one node where one has as many free, since its links are the shortest. A reservation
-fails after `_PLACEMENT_S`, and an ended worker holds none. For `ratoon doctor` a short task looks
-at each node; it reserves nothing.
+A policy, or a process that several share, has one placement group by its name. All of its GPUs are
+on one node where one has as many free, since its links are the shortest; otherwise each of the
+fewest nodes that have room gets as many, at least two, and a bundle is a node's share. Where none
+have, a bundle is a GPU of any node, unless the policy's ranks read each other's weights. A
+reservation fails after `_PLACEMENT_S`, and an ended worker holds none. Policies on CPUs reserve
+nothing, and are spread by the same rule over the CPUs that Ray knows. For `ratoon doctor` a short
+task looks at each node; it reserves nothing.
 """
 
 # Ray's decorators are only partly typed.
@@ -16,7 +19,7 @@ import re
 import shutil
 import subprocess  # nosec B404
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -62,34 +65,91 @@ def worker_device(settings: EngineSettings) -> str:
     return "cuda:0" if settings.device == "cuda" else settings.device
 
 
-async def place(name: str, num_gpus: int, *, on_one_node: bool = False) -> PlacementGroup:
-    """Reserve the GPUs, of one node if they have to be, or find them reserved.
+async def place(
+    name: str, num_gpus: int, *, evenly: bool = False, num_nodes: int = 0
+) -> PlacementGroup:
+    """Reserve the GPUs, or find them reserved.
 
-    Raises RESOURCE_EXHAUSTED.
+    `evenly`: as many of each node, as ranks of a node read each other's weights. `num_nodes`: that
+    many then; 0: as few as have room. Raises RESOURCE_EXHAUSTED.
     """
     group = find_group(name)
     if group is None:
-        bundles = [{"GPU": 1.0} for _ in range(num_gpus)]
-        # "PACK" alone would fill a node that has fewer first.
-        fits_one = max(free_gpus_by_node().values(), default=0.0) >= num_gpus
-        strategy = "STRICT_PACK" if fits_one or on_one_node else "PACK"
+        nodes = even_nodes(num_gpus, free_gpus_by_node().values(), num_nodes)
+        if nodes or evenly:
+            # Where there is no room now, there may be before the reservation fails.
+            nodes = nodes or num_nodes or 1
+            bundles, strategy = [{"GPU": float(num_gpus // nodes)}] * nodes, "STRICT_SPREAD"
+        else:
+            bundles, strategy = [{"GPU": 1.0}] * num_gpus, "PACK"
         own = f"{_GROUP}{name}"
         group = placement_group(bundles, strategy=strategy, name=own, lifetime="detached")
     if not await asyncio.to_thread(group.wait, _PLACEMENT_S):
         remove_placement_group(group)
-        raise no_gpus(num_gpus, free_gpus_by_node(), on_one_node=on_one_node)
+        raise no_gpus(num_gpus, free_gpus_by_node(), evenly=evenly, num_nodes=num_nodes)
     return group
+
+
+def even_nodes(num_ranks: int, free: Collection[float], num_nodes: int = 0) -> int:
+    """The fewest nodes that have room for as many ranks each; 0: there are none. Pure.
+
+    `free`: by node, what is free for ranks. `num_nodes`: no other number will do; 0: any.
+    """
+    return next(
+        (
+            nodes
+            for nodes in _splits(num_ranks)
+            if num_nodes in (0, nodes)
+            and sum(count >= num_ranks // nodes for count in free) >= nodes
+        ),
+        0,
+    )
+
+
+def _splits(num_ranks: int) -> list[int]:
+    """Numbers of nodes that may have as many ranks each: one, or several with at least two."""
+    return [1, *(n for n in range(2, num_ranks // 2 + 1) if num_ranks % n == 0)]
 
 
 def bundles_of_ranks(group: PlacementGroup) -> list[int]:
     """The bundle of each rank of a policy that is placed."""
-    return by_node(cast("Any", placement_group_table)(group)["bundles_to_node_id"])
+    table = cast("Any", placement_group_table)(group)
+    sizes = {bundle: int(resources["GPU"]) for bundle, resources in table["bundles"].items()}
+    return by_node(table["bundles_to_node_id"], sizes)
 
 
-def by_node(nodes: Mapping[int, str]) -> list[int]:
-    """Bundles, of these nodes, so that those of one node are neighbours, bundle 0's first. Pure."""
+def by_node(nodes: Mapping[int, str], sizes: Mapping[int, int]) -> list[int]:
+    """The bundle of each rank, so that those of one node are neighbours, bundle 0's first. Pure.
+
+    `nodes`, `sizes`: the node and the ranks of each bundle.
+    """
     order = list(dict.fromkeys(nodes[bundle] for bundle in sorted(nodes)))
-    return sorted(nodes, key=lambda bundle: (order.index(nodes[bundle]), bundle))
+    bundles = sorted(nodes, key=lambda bundle: (order.index(nodes[bundle]), bundle))
+    return [bundle for bundle in bundles for _ in range(sizes[bundle])]
+
+
+def cpus_by_node() -> dict[str, int]:
+    """The CPUs that Ray knows of each live node that has any. Policies share and reserve none."""
+    alive = [node for node in cast("list[dict[str, Any]]", ray.nodes()) if node["Alive"]]
+    cpus = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in alive}
+    return {node: count for node, count in cpus.items() if count}
+
+
+def nodes_of_ranks(num_ranks: int, cpus: Mapping[str, int], own: str) -> list[str]:
+    """The node of each rank of a policy on CPUs, whose first rank is on `own`. Pure.
+
+    Nodes have as many each where there is room for that, otherwise `own` is filled first, and then
+    those with most. Where there are more ranks than CPUs, the rest is on `own`.
+    """
+    others = sorted(cpus.keys() - {own}, key=lambda node: (-cpus[node], node))
+    cpus = {**cpus, own: max(1, cpus.get(own, 0))}
+    for nodes in _splits(num_ranks):
+        each = num_ranks // nodes
+        chosen = [own, *others][:nodes]
+        if len(chosen) == nodes and all(cpus[node] >= each for node in chosen):
+            return [node for node in chosen for _ in range(each)]
+    filled = [node for node in (own, *others) for _ in range(cpus[node])][:num_ranks]
+    return [*[own] * (num_ranks - len(filled)), *filled]
 
 
 def free_gpus(name: str) -> None:
@@ -111,20 +171,22 @@ def on_gpu_node() -> Any:
     return "DEFAULT"
 
 
-async def check_free_gpus(num_gpus: int, *, on_one_node: bool = False) -> None:
-    """Raises RESOURCE_EXHAUSTED where fewer GPUs are free, of the cluster or of every one node.
+async def check_free_gpus(num_gpus: int, *, evenly: bool = False) -> None:
+    """Raises RESOURCE_EXHAUSTED where `place` would now.
 
     A policy that has just ended may take a moment to release its own.
     """
     deadline = asyncio.get_running_loop().time() + _RELEASE_S
-    while _most(free := free_gpus_by_node(), on_one_node=on_one_node) < num_gpus:
+    while not _has_room(num_gpus, free := free_gpus_by_node(), evenly=evenly):
         if asyncio.get_running_loop().time() >= deadline:
-            raise no_gpus(num_gpus, free, on_one_node=on_one_node)
+            raise no_gpus(num_gpus, free, evenly=evenly)
         await asyncio.sleep(_POLL_S)
 
 
-def _most(free: Mapping[str, float], *, on_one_node: bool) -> float:
-    return max(free.values(), default=0.0) if on_one_node else sum(free.values())
+def _has_room(num_gpus: int, free: Mapping[str, float], *, evenly: bool) -> bool:
+    if evenly:
+        return even_nodes(num_gpus, free.values()) > 0
+    return sum(free.values()) >= num_gpus
 
 
 def placed_names(prefix: str) -> list[str]:
@@ -153,12 +215,14 @@ def free_gpus_by_node() -> dict[str, float]:
     return found
 
 
-def no_gpus(wanted: int, free: dict[str, float], *, on_one_node: bool = False) -> RatoonError:
-    """The refusal of so many; `free`: by node."""
+def no_gpus(
+    wanted: int, free: dict[str, float], *, evenly: bool = False, num_nodes: int = 0
+) -> RatoonError:
+    """The refusal of so many; `free`: by node. The other arguments: those of `place`."""
     plural, total = "" if wanted == 1 else "s", sum(free.values())
     counts = ", ".join(f"{count:g}" for count in sorted(free.values(), reverse=True))
     by_node = f" (by node: {counts})" if len(free) > 1 else ""
-    where = " of one node, as its ranks read each other's weights" if on_one_node else ""
+    where = f", {_ways(wanted, num_nodes)}, as ranks of a node share weights" if evenly else ""
     return RatoonError(
         ErrorCode.RESOURCE_EXHAUSTED,
         f"the policy wants {wanted} GPU{plural}{where}, {total:g} are free{by_node}",
@@ -166,16 +230,24 @@ def no_gpus(wanted: int, free: dict[str, float], *, on_one_node: bool = False) -
     )
 
 
+def _ways(num_ranks: int, num_nodes: int) -> str:
+    """How ranks may be spread evenly, in words."""
+    splits = [num_nodes] if num_nodes else _splits(num_ranks)
+    return " or ".join(
+        f"{num_ranks // nodes} of {'one node' if nodes == 1 else f'each of {nodes} nodes'}"
+        for nodes in splits
+    )
+
+
 def seen_by_ranks(places: Sequence[tuple[str, str]]) -> list[str]:
     """The GPUs that each rank is to see, from the node and the GPU of each rank.
 
-    On one node, where ranks may read each other's weights, a rank sees all GPUs, its own first. On
-    several nodes it sees its own only, as a GPU's number is not unique there.
+    A rank sees those of all ranks of its node, which may read each other's weights, its own first.
     """
-    gpus = [gpu for _, gpu in places]
-    if len({node for node, _ in places}) > 1:
-        return gpus
-    return [",".join([own, *(gpu for gpu in gpus if gpu != own)]) for own in gpus]
+    gpus: dict[str, list[str]] = defaultdict(list)
+    for node, gpu in places:
+        gpus[node].append(gpu)
+    return [",".join([own, *(gpu for gpu in gpus[node] if gpu != own)]) for node, own in places]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,9 +17,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
-from ratoon.cluster.placement import bundles_of_ranks, find_group, seen_by_ranks
+from ratoon.cluster.placement import (
+    bundles_of_ranks,
+    cpus_by_node,
+    find_group,
+    nodes_of_ranks,
+    seen_by_ranks,
+)
 from ratoon.cluster.ray_calls import START_S
 from ratoon.cluster.ray_peer import Creation, RayPeer
 from ratoon.config import set_copy_interface, set_visible_gpus, visible_gpus
@@ -84,7 +93,7 @@ class RankActor:
             # While weights are loaded; nothing is compiled before.
             start_compiler()
         set_copy_interface(meeting.host)
-        Copies.join(meeting, number, device)
+        Copies.join(meeting, number, device, node=_place()[0])
         spec, model = self._load_model(spec)
         self._rank = Rank(spec, model, Copies.joined())
         if device.type == "cuda":
@@ -219,7 +228,7 @@ class Ranks:
         for peer in self._peers:
             peer.load(spec, meeting)
         set_copy_interface(meeting.host)
-        Copies.join(meeting, 0, torch.device(spec.device), store)
+        Copies.join(meeting, 0, torch.device(spec.device), store, node=self._place[0])
         self._creation.has_joined = True
         return self._peers
 
@@ -235,14 +244,17 @@ class Ranks:
         set_visible_gpus(own)
 
     def _actors(self, num_workers: int, policy_id: str) -> list[ActorProxy[RankActor]]:
-        """Start all ranks but 0, on the policy's GPUs if it has any."""
+        """Start all ranks but 0: on the policy's GPUs if it has any, else on CPUs of all nodes."""
         remote = cast(
             "Callable[..., Callable[[type[RankActor]], ActorClass[RankActor]]]", ray.remote
         )
         actor = remote(concurrency_groups=_GROUPS, num_cpus=0)(RankActor)
         group = find_group(policy_id)
         if group is None:
-            return [actor.remote(*self._arguments) for _ in range(1, num_workers)]
+            nodes = nodes_of_ranks(num_workers, cpus_by_node(), self._place[0])
+            put = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes[1:]]
+            placed = [actor.options(scheduling_strategy=each) for each in put]
+            return [one.remote(*self._arguments) for one in placed]
         placed = [
             actor.options(
                 num_gpus=1,

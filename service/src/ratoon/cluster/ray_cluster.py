@@ -13,7 +13,13 @@ import os
 import ray
 from prometheus_client import disable_created_metrics
 
-from ratoon.cluster.placement import check_free_gpus, no_gpus, on_gpu_node, worker_device
+from ratoon.cluster.placement import (
+    check_free_gpus,
+    cpus_by_node,
+    no_gpus,
+    on_gpu_node,
+    worker_device,
+)
 from ratoon.cluster.ray_calls import ask, kill_actor
 from ratoon.cluster.worker_places import end_spare, has_room
 from ratoon.cluster.worker_process import Houses, RayWorker, make_spare
@@ -64,10 +70,17 @@ class RayCluster:
             key, settings = self.trainer(spec).host_key, self._settings
             if await has_room(key, settings.max_tenants, settings.namespace):
                 return
-            is_one_node = spec.parallel.shard is Shard.WEIGHTS
-            await check_free_gpus(spec.parallel.num_workers, on_one_node=is_one_node)
-        elif spec.parallel.num_workers > _cores():
-            expected = f"at most {_cores()}, the machine's cores"
+            is_even = spec.parallel.shard is Shard.WEIGHTS
+            await check_free_gpus(spec.parallel.num_workers, evenly=is_even)
+            return
+        # What Ray knows of the only node may be a part of it.
+        cpus = cpus_by_node()
+        count, whose = _cores(), "the machine's cores"
+        if len(cpus) > 1:
+            by_node = ", ".join(f"{each}" for each in sorted(cpus.values(), reverse=True))
+            count, whose = sum(cpus.values()), f"the CPUs of the cluster (by node: {by_node})"
+        if spec.parallel.num_workers > count:
+            expected = f"at most {count}, {whose}"
             raise invalid("parallel.num_workers", spec.parallel.num_workers, expected)
 
     def require_gpu(self) -> None:

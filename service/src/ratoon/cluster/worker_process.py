@@ -260,10 +260,10 @@ class RayWorker:
         # Whether it has answered yet: it is given longer to come up.
         self._is_up = False
 
-    async def fence(self, token: int, *, on_one_node: bool = False) -> WorkerStatus:
+    async def fence(self, token: int, *, evenly: bool = False, num_nodes: int = 0) -> WorkerStatus:
         """See `RemoteWorker.fence`."""
         if self._place is None:
-            self._place = await self._find_or_make(on_one_node=on_one_node)
+            self._place = await self._find_or_make(evenly=evenly, num_nodes=num_nodes)
             self._turns = self._houses.turns(self._place.worker)
         await self._ask(self._place.worker.fence.remote(self._policy_id, token))
         return await self.call(WorkerCore.status)
@@ -307,7 +307,7 @@ class RayWorker:
             self._houses.turns(place.worker).end()
             await end_place(place, namespace)
 
-    async def _find_or_make(self, *, on_one_node: bool) -> WorkerPlace:
+    async def _find_or_make(self, *, evenly: bool, num_nodes: int) -> WorkerPlace:
         """The policy's process, found, joined or started.
 
         Raises RESOURCE_EXHAUSTED, and `WorkerLostError` where a new host does not come up.
@@ -324,14 +324,13 @@ class RayWorker:
             return replace(found, is_own=is_own)
         if not self._host_key:
             name = own_name(self._policy_id)
-            made = await self._make(name, self._policy_id, on_one_node=on_one_node)
+            made = await self._make(name, self._policy_id, evenly=evenly, num_nodes=num_nodes)
             return WorkerPlace(name=name, worker=made, is_own=True)
         while True:
             async with self._houses.placing:
                 name = unused_name(self._host_key, namespace)
-                made = WorkerPlace(
-                    name=name, worker=await self._make(name, "", on_one_node=on_one_node)
-                )
+                worker = await self._make(name, "", evenly=evenly, num_nodes=num_nodes)
+                made = WorkerPlace(name=name, worker=worker)
             is_let_in = await self._is_let_in(made)
             if is_let_in:
                 return made
@@ -343,10 +342,12 @@ class RayWorker:
         args = self._policy_id, self._host_key, self._settings.max_tenants
         return await told(host, host.worker.take.remote(*args), self._settings.namespace)
 
-    async def _make(self, name: str, policy_id: str, *, on_one_node: bool) -> Worker:
+    async def _make(self, name: str, policy_id: str, *, evenly: bool, num_nodes: int) -> Worker:
         options: dict[str, object] = {}
         if self._on_gpus:
-            group = await place(policy_id or name, self._num_workers, on_one_node=on_one_node)
+            group = await place(
+                policy_id or name, self._num_workers, evenly=evenly, num_nodes=num_nodes
+            )
             options["num_gpus"] = 1
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 group, placement_group_bundle_index=0

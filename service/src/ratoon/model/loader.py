@@ -26,7 +26,7 @@ from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
 from ratoon.model.value_head import add_value_head, value_head_of
 from ratoon.planner.layer_kinds import Attention
 from ratoon.shards.layer_shards import RING, LayerShards
-from ratoon.shards.parts import NO_MATRICES, Matrices, Part, parts_of, shared_out
+from ratoon.shards.parts import NO_MATRICES, Matrices, Part, parts_of, shared_on_node
 from ratoon_kernels import BackendUnavailableError, list_backends, select_backend
 from ratoon_proto.types import LoraTuning
 
@@ -62,6 +62,7 @@ class HostModel:
         compile_layers: bool = False,
         rank: int = 0,
         num_sharing: int = 1,
+        num_nodes: int = 1,
         matrices: Matrices = NO_MATRICES,
     ) -> PolicyModel:
         """Returns the policy's model on a device. This object gives its module away and cannot be
@@ -70,7 +71,8 @@ class HostModel:
         `attention_backend` is a name of the kernels' registry, "" for the best one.
         `compile_layers` fuses elementwise operations (by torch.compile, on GPUs). If `num_sharing`
         is more than one, each rank keeps only its parts of the decoder layers' weights, and of the
-        copy's, cut between `matrices`. Raises UNSUPPORTED if no backend serves the model.
+        copy's, cut between `matrices`; each of `num_nodes` has `num_sharing` ranks in a row, which
+        have all parts together. Raises UNSUPPORTED if no backend serves the model.
         """
         module, shards, frozen = self.module, None, None
         backend = backend_of_layers(
@@ -82,8 +84,9 @@ class HostModel:
         )
         if num_sharing > 1:
             has_copy = self.num_copies > 1
-            parts = _shared_parts(module, num_sharing, matrices)
-            shards, frozen = _share_out(module, parts, rank, device, has_copy=has_copy)
+            parts = _shared_parts(module, num_sharing, num_nodes, matrices)
+            place = rank % num_sharing
+            shards, frozen = _share_out(module, parts, place, device, has_copy=has_copy)
         elif self.num_copies > 1:
             frozen = copy.deepcopy(module)
         return PolicyModel(
@@ -170,8 +173,10 @@ def placed_bytes(
     num_sharing: int = 1,
     num_copies: int = 1,
     matrices: Matrices = NO_MATRICES,
+    num_nodes: int = 1,
 ) -> int:
-    """Bytes of a module's weights on a device; with `num_sharing` devices, on the fullest.
+    """Bytes of a module's weights on a device; with `num_sharing` devices on each of `num_nodes`,
+    on the fullest.
 
     If the devices share the layers, this counts its own parts of them, the layers that it reads,
     and everything else.
@@ -182,28 +187,28 @@ def placed_bytes(
     layers = _shared_layers(module)
     sizes = [sum(p.nbytes for p in layer.values()) for layer in layers]
     (itemsize,) = {p.itemsize for layer in layers for p in layer.values()}
-    parts = _shared_parts(module, num_sharing, matrices)
+    parts = _shared_parts(module, num_sharing, num_nodes, matrices)
     most = max(sum(part.num_elements for part in own) for own in parts) * itemsize
     return total - num_copies * (sum(sizes) - most) + RING * max(sizes)
 
 
 def _share_out(
     module: PreTrainedModel,
-    by_rank: Sequence[Sequence[Part]],
-    rank: int,
+    by_place: Sequence[Sequence[Part]],
+    place: int,
     device: torch.device,
     *,
     has_copy: bool,
 ) -> tuple[LayerShards, PreTrainedModel | None]:
     """Keep only this rank's parts of the decoder layers' weights, and of the copy of `module`, if
-    it has one."""
+    it has one. `place`: this rank's among those of its node."""
     layers, frozen = _shared_layers(module), None
     if has_copy:
         # Memory that nothing touches replaces tensors that must not be copied.
         shared = [p for layer in layers for p in layer.values()]
         memo = {id(p): Parameter(torch.empty_like(p)) for p in shared}
         frozen = copy.deepcopy(module, memo)
-    shards = LayerShards(layers, by_rank, rank, device)
+    shards = LayerShards(layers, by_place, place, device)
     if frozen is not None:
         shards.add_reference(_shared_layers(frozen))
     return shards, frozen
@@ -215,13 +220,16 @@ def _shared_layers(module: PreTrainedModel) -> list[dict[str, Parameter]]:
     return [{name: named[name] for name in names} for names in names_by_layer(module, named)]
 
 
-def _shared_parts(module: PreTrainedModel, num_ranks: int, matrices: Matrices) -> list[list[Part]]:
-    """Each rank's parts of the shared parameters; if they are trained, the rank steps the same
-    parts."""
+def _shared_parts(
+    module: PreTrainedModel, num_sharing: int, num_nodes: int, matrices: Matrices
+) -> list[list[Part]]:
+    """The parts of the shared parameters that each rank of a node keeps; of those that are trained,
+    they include the parts that it steps."""
     shared = {name for layer in _shared_layers(module) for name in layer}
+    parts = parts_of(_shareable(module), matrices=matrices)
     return [
-        [part for part in parts if part.parameter in shared]
-        for parts in shared_out(parts_of(_shareable(module), matrices=matrices), num_ranks)
+        [part for part in own if part.parameter in shared]
+        for own in shared_on_node(parts, num_sharing, num_nodes)
     ]
 
 

@@ -69,6 +69,8 @@ class ModelInfo:
     optimizer_states: str = ""
     # Name of the `train.config.Shard`: what the ranks share. "": not known.
     shard: str = ""
+    # Nodes each of which has the weights that its ranks share; 0: not known, or none are shared.
+    num_nodes: int = 0
     # Whether it was loaded on a GPU; the policy sets it.
     uses_gpu: bool = False
     # Layers with experts, and the experts of each; 0 for a dense model.

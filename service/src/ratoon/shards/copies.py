@@ -11,7 +11,6 @@ machine behind a network that drops its packets.
 
 from __future__ import annotations
 
-import math
 import secrets
 import socket
 import time
@@ -145,6 +144,14 @@ class Copy:
     peer: int
 
 
+def by_name(names: Sequence[bytes]) -> list[list[int]]:
+    """Indices of equal names together, in the order of their first ones. Pure."""
+    found: dict[bytes, list[int]] = {}
+    for index, name in enumerate(names):
+        found.setdefault(name, []).append(index)
+    return [*found.values()]
+
+
 def _connected(meeting: Meeting, rank: int, store: Store) -> Lines:
     """Raises `OSError`, `RuntimeError`."""
     if rank:
@@ -157,7 +164,7 @@ def _connected(meeting: Meeting, rank: int, store: Store) -> Lines:
 
 
 def _machine() -> str:
-    """Identifies this boot of the machine and its process namespace; "" if unknown (macOS)."""
+    """This boot of the machine and its process namespace, as text; "" if unknown (macOS)."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -175,17 +182,24 @@ class Copies:
         self.rank, self.size = rank, size
         self._group = group
 
-    # Machines of the ranks, and lines to them, in the last meeting that this process has joined.
-    _machines: ClassVar[set[bytes]] = set()
+    # The ranks of each node, and lines to them, in the last meeting that this process has joined.
+    _nodes: ClassVar[list[list[int]]] = []
     _lines: ClassVar[Lines] = Lines()
 
     @classmethod
     def join(
-        cls, meeting: Meeting, rank: int, device: torch.device, store: Store | None = None
+        cls,
+        meeting: Meeting,
+        rank: int,
+        device: torch.device,
+        store: Store | None = None,
+        *,
+        node: str = "",
     ) -> None:
         """Join a meeting and wait for all its ranks; a process is in one meeting at a time.
 
-        `store`: rank 0's own; None for the others.
+        `store`: rank 0's own; None for the others. `node`: the name of this process's node; ranks
+        are on one node if they name it alike and see each other's processes.
 
         Raises `CopyFailedError` where they do not come.
         """
@@ -195,10 +209,10 @@ class Copies:
             if store is None:
                 store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
             store = PrefixStore(meeting.name, store)
-            store.set(f"here/{rank}", _machine())
+            store.set(f"here/{rank}", f"{_machine()} {node}")
             everyone = [f"here/{one}" for one in range(meeting.size)]
             store.wait(everyone, timeout)
-            cls._machines = {bytes(store.get(one)) for one in everyone}
+            cls._nodes = by_name([bytes(store.get(one)) for one in everyone])
             cls._lines = _connected(meeting, rank, store)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -227,14 +241,18 @@ class Copies:
         return cls(dist.get_rank(), dist.get_world_size())
 
     @classmethod
-    def are_neighbours(cls) -> bool:
-        """Whether all ranks are on one machine, and see each other's processes there."""
-        return not dist.is_initialized() or len(cls._machines) == 1
+    def nodes(cls) -> list[list[int]]:
+        """The ranks of each node, ascending, in the order of the nodes' first ranks."""
+        return cls._nodes if dist.is_initialized() else [[0]]
 
-    @classmethod
-    def num_on_host(cls) -> int:
-        """Number of ranks per machine, rounded up, if ranks are spread evenly."""
-        return math.ceil(dist.get_world_size() / len(cls._machines)) if dist.is_initialized() else 1
+    def neighbours(self) -> list[int]:
+        """The ranks of this rank's node, ascending."""
+        return next(ranks for ranks in self.nodes() if self.rank in ranks)
+
+    def counterparts(self) -> list[int]:
+        """The ranks with this one's place among those of their nodes, each of which has as many."""
+        place = self.neighbours().index(self.rank)
+        return [ranks[place] for ranks in self.nodes()]
 
     @classmethod
     def is_cut(cls) -> bool:

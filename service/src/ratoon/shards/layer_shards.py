@@ -1,10 +1,11 @@
 """Shards the weights of decoder layers among the ranks of a node.
 
-Each rank has its parts in memory that the others read. No rank takes part in another's reads, so
-the ranks need not be in the same layer at the same time. A layer's parameters have their values
-while the layer runs, forward or backward, and the next layer's are read meanwhile. At other times a
-parameter has its shape and no memory. Autograd and compiled layers keep parameters and views of
-them: these share the storage that is emptied and filled, and no version counter notices.
+Ranks are numbered within the node here. Each has its parts in memory that the others read. No rank
+takes part in another's reads, so the ranks need not be in the same layer at the same time. A
+layer's parameters have their values while the layer runs, forward or backward, and the next layer's
+are read meanwhile. At other times a parameter has its shape and no memory. Autograd and compiled
+layers keep parameters and views of them: these share the storage that is emptied and filled, and no
+version counter notices.
 
 Values change only between passes, in place at their owners.
 

@@ -113,3 +113,15 @@ def shared_out(parts: Sequence[Part], num_ranks: int) -> list[list[Part]]:
         shares[rank].append(part)
         sizes[rank] += part.stop - part.start
     return shares
+
+
+def shared_on_node(parts: Sequence[Part], num_sharing: int, num_nodes: int = 1) -> list[list[Part]]:
+    """The parts that each of `num_sharing` ranks of a node keeps where every node has them all.
+
+    A rank keeps those that it owns (`shared_out`), and those that its counterparts own: the ranks
+    with its place among the ranks of their nodes, which are in a row.
+    """
+    owned = shared_out(parts, num_nodes * num_sharing)
+    return [
+        [part for own in owned[place::num_sharing] for part in own] for place in range(num_sharing)
+    ]

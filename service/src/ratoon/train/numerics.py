@@ -62,7 +62,9 @@ def numerics_fingerprint(spec: TrainerSpec, attention_backend: str) -> dict[str,
 def _layout(spec: TrainerSpec) -> str:
     """What ranks share, or how many policies share a GPU, which decides what each may keep."""
     if spec.num_workers > 1:
-        return spec.shard.value
+        # On more nodes a GPU keeps more of the weights, and has less room.
+        is_spread = spec.num_nodes > 1 and torch.device(spec.device).type == "cuda"
+        return f"{spec.shard.value} on {spec.num_nodes} nodes" if is_spread else spec.shard.value
     is_shared = spec.max_tenants > 1 and torch.device(spec.device).type == "cuda"
     return f"{spec.max_tenants} tenants" if is_shared else "single"
 

@@ -61,6 +61,8 @@ class TrainerSpec:
     # Links in a model folder may lead to any place below this root; None: to no other folder.
     models_root: Path | None = None
     parallel: ParallelLayout = ONE_DEVICE
+    # Nodes each of which has the weights that its ranks share; 0: not chosen, or none are shared.
+    num_nodes: int = 0
     # Policies with an adapter that one model on a device is to have room for, this one among them.
     max_tenants: int = 1
     # Which rollouts are kept on disk, and how many bytes of them.

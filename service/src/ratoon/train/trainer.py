@@ -499,8 +499,12 @@ class Trainer:
 
     def info(self) -> ModelInfo:
         """Describe the model and how its states are kept."""
-        kept = {"optimizer_states": self.spec.kept_states.value, "shard": self.spec.shard.value}
-        return replace(self.model.info(), **kept)
+        return replace(
+            self.model.info(),
+            optimizer_states=self.spec.kept_states.value,
+            shard=self.spec.shard.value,
+            num_nodes=self.spec.num_nodes,
+        )
 
     def fingerprint(self) -> dict[str, str]:
         """Everything besides model, batch and plan that the bits depend on, by name."""

@@ -211,7 +211,8 @@ def _note_position(run: PolicyRun, history: PolicyHistory) -> None:
 
 
 def _with_chosen(trainer: TrainerSpec, info: ModelInfo | None) -> TrainerSpec:
-    """Keep the optimizer states and the shard chosen at the policy's first load.
+    """Keep the optimizer states, the shard and the number of nodes chosen at the policy's first
+    load.
 
     Its checkpoints are of those states, and replay under others gives other bits.
     """
@@ -221,7 +222,7 @@ def _with_chosen(trainer: TrainerSpec, info: ModelInfo | None) -> TrainerSpec:
         trainer = replace(trainer, optimizer_states=OptimizerStates(info.optimizer_states))
     if trainer.parallel.shard is None and info.shard:
         trainer = replace(trainer, parallel=replace(trainer.parallel, shard=Shard(info.shard)))
-    return trainer
+    return replace(trainer, num_nodes=info.num_nodes)
 
 
 def _as_saved(run: PolicyRun, first: CheckpointInfo) -> TrainerSpec:
@@ -235,9 +236,9 @@ def _as_saved(run: PolicyRun, first: CheckpointInfo) -> TrainerSpec:
 async def fence_worker(run: PolicyRun) -> WorkerStatus:
     """Fence the policy's worker, one in the place of a lost one, or a new one."""
     worker = run.ports.worker
-    # The shard of weights is set by name, or was chosen where all GPUs were of one node.
-    on_one_node = run.trainer.parallel.shard is Shard.WEIGHTS
-    fence = partial(worker.fence, run.token, on_one_node=on_one_node)
+    # The shard of weights is set by name, or was chosen where nodes had as many GPUs each.
+    is_even = run.trainer.parallel.shard is Shard.WEIGHTS
+    fence = partial(worker.fence, run.token, evenly=is_even, num_nodes=run.trainer.num_nodes)
     try:
         return await fence()
     except WorkerLostError:

@@ -220,11 +220,11 @@ class RemoteWorker(Protocol):
     seen a newer fencing token.
     """
 
-    async def fence(self, token: int, *, on_one_node: bool = False) -> WorkerStatus:
+    async def fence(self, token: int, *, evenly: bool = False, num_nodes: int = 0) -> WorkerStatus:
         """Raise the fencing token, let the running task end, and return the worker's status.
 
-        Starts a worker where there is none, with GPUs of a single node if `on_one_node`. Raises
-        RESOURCE_EXHAUSTED where there is no capacity.
+        Starts a worker where there is none: with `evenly`, on as many GPUs of each node, of as few
+        as have room or of `num_nodes`. Raises RESOURCE_EXHAUSTED where there is no capacity.
         """
         ...
 

@@ -151,9 +151,10 @@ class LayerExchange:
         outbox: Outbox | None = None,
     ) -> None:
         """`parts`: by layer, then by rank. `shards`: this rank's sums, by part. `outbox`: the way
-        that gradients take; None: by messages."""
+        that gradients take between the ranks of a node; others, and all if None, send messages."""
         self._layers, self._parts, self._shards = layers, parts, shards
         self._outbox = outbox
+        self._near: Collection[int] = () if outbox is None else outbox.neighbours
         self._copies, self._steps, self._is_cancelled = copies, steps, is_cancelled
         self._device = next(p.device for layer in layers for p in layer.values())
         # The number of the backward, the slot that it is in, and the gradients that it has there.
@@ -284,24 +285,29 @@ class LayerExchange:
         heard = self._copies.tell(peers, word)
         self._other_is_stopped |= Signal.STOPPED in heard.values()
         senders = [turn for turn in senders if heard.get(turn.rank) == Signal.SENDS]
+        near = [peer for peer in heard if peer in self._near]
+        far = [peer for peer in heard if peer not in self._near]
         try:
             terms |= {turn.rank: self._room(turn) for turn in senders}
-            if self._outbox is None:
-                self._copies.exchange(
-                    [] if mine is None else self._messages(mine.layer, gradients, heard),
-                    [Copy(tensor, turn.rank) for turn in senders for tensor in terms[turn.rank]],
-                )
-            else:
-                for turn in senders:
+            self._copies.exchange(
+                [] if mine is None else self._messages(mine.layer, gradients, far),
+                [
+                    Copy(tensor, turn.rank)
+                    for turn in senders
+                    if turn.rank in far
+                    for tensor in terms[turn.rank]
+                ],
+            )
+            for turn in senders:
+                if self._outbox is not None and turn.rank in near:
                     self._outbox.take(turn.layer, turn.rank, terms[turn.rank])
             self._add([(turn.layer, terms[turn.rank]) for turn in step if turn.rank in terms])
             # Another stream may use their memory from here on.
             Moment(self._device).wait()
         finally:
-            if self._outbox is not None:
-                heard = self._copies.tell(heard, Signal.TAKEN)
-        if len(heard) < len(peers):
-            raise CopyFailedError(f"ranks {sorted({*peers} - heard.keys())} are gone")
+            taken = self._copies.tell(near, Signal.TAKEN)
+        if lost := {*peers} - {*far, *taken}:
+            raise CopyFailedError(f"ranks {sorted(lost)} are gone")
 
     def _messages(
         self, layer: int, gradients: Mapping[str, Tensor] | None, peers: Collection[int]

@@ -50,10 +50,11 @@ def load(spec: TrainerSpec) -> tuple[TrainerSpec, PolicyModel]:
     open: by sizes alone, so that all ranks choose alike.
 
     Raises what `read_model`, `choose_layout` and `HostModel.place` raise, and UNSUPPORTED where
-    ranks are to share out weights and are not neighbours.
+    ranks are to share out weights and cannot.
     """
     configure_torch(spec)
     place, device = Copies.joined(), torch.device(spec.device)
+    num_nodes = len(place.nodes())
     read = read_model(
         spec.model,
         keep_reference=spec.keep_reference,
@@ -61,7 +62,7 @@ def load(spec: TrainerSpec) -> tuple[TrainerSpec, PolicyModel]:
         models_root=spec.models_root,
     )
     sharing = {
-        shard: spec.num_workers if shard is Shard.WEIGHTS else 1
+        shard: spec.num_workers // num_nodes if shard is Shard.WEIGHTS else 1
         for shard in _possible_shards(spec, place, has_adapter=read.adapter is not None)
     }
     trained = trained_parameters(read.module, read.adapter)
@@ -71,7 +72,7 @@ def load(spec: TrainerSpec) -> tuple[TrainerSpec, PolicyModel]:
         trained,
         [] if read.adapter is not None else names_by_layer(read.module, trained),
         {
-            shard: placed_bytes(read.module, ranks, read.num_copies, matrices)
+            shard: placed_bytes(read.module, ranks, read.num_copies, matrices, num_nodes)
             for shard, ranks in sharing.items()
         },
         total_bytes(device),
@@ -87,11 +88,17 @@ def load(spec: TrainerSpec) -> tuple[TrainerSpec, PolicyModel]:
         compile_layers=device.type == "cuda",
         rank=place.rank,
         num_sharing=sharing[shard],
+        num_nodes=num_nodes,
         matrices=matrices,
     )
-    model.sizes = replace(model.sizes, num_on_host=place.num_on_host())
-    parallel = replace(spec.parallel, shard=shard)
-    return replace(spec, optimizer_states=states, parallel=parallel), model
+    model.sizes = replace(model.sizes, num_on_host=max(map(len, place.nodes())))
+    chosen = replace(
+        spec,
+        optimizer_states=states,
+        parallel=replace(spec.parallel, shard=shard),
+        num_nodes=num_nodes if shard is Shard.WEIGHTS else 0,
+    )
+    return chosen, model
 
 
 def _possible_shards(spec: TrainerSpec, place: Copies, *, has_adapter: bool) -> list[Shard]:
@@ -99,15 +106,17 @@ def _possible_shards(spec: TrainerSpec, place: Copies, *, has_adapter: bool) -> 
     if spec.num_workers == 1:
         return [Shard.STATES]
     named = spec.parallel.shard
-    can_read = place.are_neighbours() and gpus_reach_each_other(torch.device(spec.device))
+    can_read = _can_share_weights(spec, place)
     if named is Shard.WEIGHTS and not can_read:
+        sizes = ", ".join(str(len(ranks)) for ranks in place.nodes())
         raise RatoonError(
             ErrorCode.UNSUPPORTED,
-            "parallel.shard: ranks read each other's weights, which those of one node alone can, "
-            "whose GPUs have access to each other",
+            "parallel.shard: ranks of a node read each other's weights, which takes as many ranks "
+            "on each node, two or more, whose GPUs have access to each other; the nodes of this "
+            f"policy have {sizes}",
             field="parallel.shard",
             got=Shard.WEIGHTS.value,
-            expected="states or gradients, or as many GPUs of one node, with peer access",
+            expected="states or gradients, or as many GPUs of each node, with peer access",
         )
     if named is not None:
         return [named]
@@ -116,6 +125,21 @@ def _possible_shards(spec: TrainerSpec, place: Copies, *, has_adapter: bool) -> 
     if not can_read:
         refused.add(Shard.WEIGHTS)
     return [shard for shard in Shard if shard not in refused]
+
+
+def _can_share_weights(spec: TrainerSpec, place: Copies) -> bool:
+    """Whether the ranks of each node may have all weights together; all ranks find the same."""
+    nodes, num = place.nodes(), len(place.neighbours())
+    in_rows = [[*range(first, first + num)] for first in range(0, spec.num_workers, num)]
+    if num == 1 or nodes != in_rows:
+        return False
+    can_read = gpus_reach_each_other(torch.device(spec.device))
+    if len(nodes) == 1:
+        return can_read
+    # GPUs may be linked otherwise on another node.
+    others = [rank for ranks in nodes for rank in ranks if rank != place.rank]
+    heard = place.tell(others, int(can_read))
+    return can_read and all(heard.get(rank) == 1 for rank in others)
 
 
 def choose_layout(

@@ -95,6 +95,8 @@ class Rank:
         is_whole = spec.shard is Shard.STATES or (
             spec.shard is Shard.WEIGHTS and model.adapter is not None
         )
+        # The ranks of this node, if they read each other's weights.
+        self._neighbours: Sequence[int] = () if model.shards is None else copies.neighbours()
         # What other ranks of a node take gradients from.
         self._outbox: Outbox | None = None
         if is_whole:
@@ -105,7 +107,7 @@ class Rank:
                 model.named_layers(),
                 self.shares,
                 copies,
-                are_neighbours=model.shards is not None,
+                self._neighbours,
             )
             self._outbox = self.gradients.outbox
         self.optimizer = make_optimizer(
@@ -147,8 +149,10 @@ class Rank:
         return weights if outbox is None else [*weights, outbox.handle()]
 
     def open_memory(self, by_rank: Sequence[Sequence[Handle]]) -> None:
-        """Map the memory behind the `handles` of all ranks, once every rank has its parts."""
+        """Map the memory behind the `handles` of this node's ranks, of those of all, once every
+        rank has its parts."""
         shards, outbox = self.model.shards, self._outbox
+        by_rank = [by_rank[rank] for rank in self._neighbours]
         if outbox is not None:
             outbox.open([own[-1] for own in by_rank])
             by_rank = [own[:-1] for own in by_rank]
@@ -388,10 +392,11 @@ class Rank:
         return {part.name: own[part.name] for part in parts}
 
     def _broadcast_weights(self) -> None:
-        """Send this rank's changed parts of those weights that every rank keeps whole.
+        """Send this rank's changed parts to the ranks that keep them too.
 
-        Weights that are shared out change in place: others read them from here, once all ranks
-        have answered.
+        Every rank keeps the weights that are not shared out. Shared ones change in place: others of
+        the node read them from here, once all ranks have answered; of each other node one rank, the
+        counterpart of this one, keeps them too.
         """
         shards = self.model.shards
         if shards is None:
@@ -399,6 +404,7 @@ class Rank:
             return
         whole = {n: p for n, p in self._parameters.items() if n not in shards}
         self.shares.broadcast_weights(whole)
+        self.shares.broadcast_parts(shards.own(), self.copies.counterparts())
         shards.wait()
 
     @contextmanager

@@ -34,11 +34,10 @@ class ShardedSums(GradientSums):
         layers: Sequence[Collection[str]],
         shares: Shares,
         copies: Copies,
-        *,
-        are_neighbours: bool,
+        neighbours: Sequence[int] = (),
     ) -> None:
-        """`layers`: the parameters' names, by layer. `are_neighbours`: ranks map each other's
-        `outbox` before the first pass."""
+        """`layers`: the parameters' names, by layer. `neighbours`: the ranks of the node, this one
+        among them, if they map each other's `outbox` before the first pass."""
         sharded = {name for layer in layers for name in layer}
         super().__init__({n: p for n, p in parameters.items() if n not in sharded})
         self._layers = [{name: parameters[name] for name in layer} for layer in layers]
@@ -46,7 +45,9 @@ class ShardedSums(GradientSums):
         self._parts = [shares.by_rank(layer) for layer in layers]
         self._shards: dict[str, Tensor] = {}
         self._exchange: LayerExchange | None = None
-        self.outbox = Outbox(self._layers, self._parts, copies.rank) if are_neighbours else None
+        self.outbox = (
+            Outbox(self._layers, self._parts, copies.rank, neighbours) if neighbours else None
+        )
         for index, layer in enumerate(self._layers):
             for part in self._parts[index][copies.rank]:
                 like = layer[part.parameter]

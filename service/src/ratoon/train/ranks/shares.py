@@ -76,16 +76,23 @@ class Shares:
 
         `tensors`: contiguous weights by parameter, changed in place.
         """
-        flat = {name: tensor.detach() for name, tensor in tensors.items()}
-        for batches in self._batches(flat):
-            own = [part.of(flat[part.parameter]) for part in batches[self._copies.rank]]
+        parts = [part for part in self._parts if part.parameter in tensors]
+        whole = {part.name: part.of(tensors[part.parameter].detach()) for part in parts}
+        self.broadcast_parts(whole, range(self._copies.size))
+
+    def broadcast_parts(self, tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> None:
+        """Send some ranks, of which this is one, the parts that it owns, and receive theirs.
+
+        `tensors`: contiguous weights by the names of parts, changed in place. All of `ranks` have
+        the parts that any of them owns.
+        """
+        owned = [[part for part in self._by_rank[rank] if part.name in tensors] for rank in ranks]
+        for batches in _batches(owned):
+            batch = dict(zip(ranks, batches, strict=True))
+            own = batch.pop(self._copies.rank)
             self._copies.exchange(
-                [Copy(part, peer) for peer in self._peers for part in own],
-                [
-                    Copy(part.of(flat[part.parameter]), peer)
-                    for peer in self._peers
-                    for part in batches[peer]
-                ],
+                [Copy(tensors[part.name], peer) for peer in batch for part in own],
+                [Copy(tensors[part.name], peer) for peer in batch for part in batch[peer]],
             )
 
     def deal(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
@@ -139,7 +146,7 @@ def _taken(parts: list[Part]) -> list[Part]:
 
 
 class Outbox:
-    """Owns room for one layer's gradients, and maps that of the other ranks.
+    """Owns room for one layer's gradients, and maps that of the other ranks of the node.
 
     Not thread-safe. A rank tells the others once it has put a layer there, and puts the next layer
     there once they have told it that they have taken their parts.
@@ -150,34 +157,41 @@ class Outbox:
         layers: Sequence[Mapping[str, Tensor]],
         parts: Sequence[Sequence[Sequence[Part]]],
         rank: int,
+        neighbours: Sequence[int],
     ) -> None:
-        """`layers`: tensors of the gradients' shape and dtype. `parts`: by layer, then by rank."""
-        self._parts, self._rank = parts, rank
-        self._places = [Places.of([part for own in each for part in own]) for each in parts]
+        """`layers`: tensors of the gradients' shape and dtype. `parts`: by layer, then by rank.
+        `neighbours`: the ranks of the node, `rank` among them."""
+        self._parts, self._rank, self.neighbours = parts, rank, neighbours
+        self._places = [
+            Places.of([part for peer in neighbours for part in each[peer]]) for each in parts
+        ]
         like = next(p for layer in layers for p in layer.values())
         self._device = like.device
         size = max(places.size for places in self._places)
         self._memory = SharedMemory(size, like.dtype, like.device)
         # Views of the parts: by rank, then by layer, then by part.
-        self._rooms: list[list[dict[str, Tensor]]] = []
+        self._rooms: dict[int, list[dict[str, Tensor]]] = {}
 
     def handle(self) -> Handle:
         """The handle of this rank's room, which the others need for `open`."""
         return self._memory.handle()
 
     def open(self, handles: Sequence[Handle]) -> None:
-        """Map the rooms of all ranks."""
-        memories = [
-            self._memory.tensor if rank == self._rank else open_memory(handle, self._device)
-            for rank, handle in enumerate(handles)
-        ]
-        self._rooms = [[places.views(each) for places in self._places] for each in memories]
+        """Map the rooms of the node's ranks, whose handles are in their order."""
+        memories = {
+            rank: self._memory.tensor if rank == self._rank else open_memory(handle, self._device)
+            for rank, handle in zip(self.neighbours, handles, strict=True)
+        }
+        self._rooms = {
+            rank: [places.views(memory) for places in self._places]
+            for rank, memory in memories.items()
+        }
 
     def put(self, layer: int, gradients: Mapping[str, Tensor]) -> None:
-        """Copy the other ranks' parts of a layer's gradients there, and wait for the device."""
+        """Copy the neighbours' parts of a layer's gradients there, and wait for the device."""
         room = self._rooms[self._rank][layer]
-        for rank, parts in enumerate(self._parts[layer]):
-            for part in parts if rank != self._rank else ():
+        for rank in self.neighbours:
+            for part in self._parts[layer][rank] if rank != self._rank else ():
                 room[part.name].copy_(part.of(gradients[part.parameter]).reshape(-1))
         Moment(self._device).wait()
 
