@@ -10,7 +10,7 @@ import shutil
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -20,10 +20,12 @@ from ratoon.cluster.ray_cluster import open_engine
 from ratoon.config import RatoonConfig, RayConfig, WorkerConfig
 from ratoon.engine.commands import Command
 from ratoon.engine.engine import Engine
+from ratoon.engine.files.paths import policy_paths
 from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import FailedResult, Operation
 from ratoon.errors import ErrorCode
 from ratoon.model.spec import PresetBase
+from ratoon.stream.versions import version_folder
 from ratoon_proto.types import ImportMode, OperationState, ParallelLayout, Recovery, Shard
 from tests.conftest import RayCluster
 from tests.engine.creation_faults import NO_MEMORY, put_traps
@@ -87,12 +89,11 @@ class Bench:
 
     engine: Engine
     traps: Path
-    models: Path
+    data_root: Path
     layout: str = ""
     seq: int = 0
     # Weights after the first update.
     stepped: str = ""
-    used: set[str] = field(default_factory=set[str])
 
     async def take(self, layout: str) -> None:
         """Have a policy of this layout, as it was created."""
@@ -105,8 +106,8 @@ class Bench:
             await self.run(_UPDATE)
             manifest = await self.engine.weight_manifest(layout, None)
             self.stepped = await self.weights()
-            path = await self.engine.weight_file(layout, manifest.version, "model.safetensors")
-            shutil.copytree(path[0].parent, self.models / _STEPPED, dirs_exist_ok=True)
+            folder = version_folder(policy_paths(self.data_root, layout).weights, manifest.version)
+            shutil.copytree(folder, self.data_root / "models" / _STEPPED, dirs_exist_ok=True)
         await self.run(_LOAD)
         assert await self.weights() != self.stepped
 
@@ -165,7 +166,7 @@ async def bench(
         put_traps(traps, patch)
         engine = open_engine(EngineSettings.from_config(config))
         await engine.recover()
-        made = Bench(engine, traps, config.models_folder)
+        made = Bench(engine, traps, config.data_root)
         yield made
         await made.drop()
         await engine.stop_policies()
@@ -253,10 +254,9 @@ async def test_a_call_for_which_there_is_never_memory_fails_with_the_reason(benc
     assert isinstance(failed.result, FailedResult)
     error = failed.result.error
     assert (error["code"], error["retryable"]) == (ErrorCode.WORKER_LOST, True)
-    assert "4 workers in a row were lost to it, the last: rank 1 on the CPU" in str(
-        error["message"]
-    )
-    assert str(error["message"]).endswith(NO_MEMORY)
+    message = str(error["message"])
+    assert message.startswith("4 workers in a row were lost to it, the last: rank 1 on the CPU of ")
+    assert message.endswith(NO_MEMORY)
     await bench.run(_UPDATE)
     assert await bench.weights() == bench.stepped
 
