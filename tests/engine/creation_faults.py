@@ -1,4 +1,5 @@
-"""Faults of a rank at each step of a policy's creation, and actors whose processes have them.
+"""Faults of a rank at each step of a policy's creation and of what it does later, and actors whose
+processes have them.
 
 The actors are made by a cluster of real processes. A class carries its fault with it, so that the
 process that Ray starts for it patches itself.
@@ -11,15 +12,18 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from ratoon.cluster import ranks, ray_peer, worker_process
 
+NO_MEMORY = "CUDA out of memory. Tried to allocate 16.00 GiB."
 # What a rank comes through as it is created, in order, by where it is called.
 STEPS = {
     "join": "ratoon.shards.copies.Copies.join",
@@ -37,6 +41,26 @@ STEPS = {
     "limit_activations": "ratoon.train.ranks.rank.Rank.limit_activations",
 }
 START = "start"
+# What a created rank comes through, by where it is called.
+LATER = {
+    "enter a pass": "ratoon.train.ranks.rank.Rank._planned",
+    "run a pass": "ratoon.train.ranks.rank.forward_backward_pass",
+    "receive gradients": "ratoon.train.ranks.exchange.LayerExchange._room",
+    "add gradients": "ratoon.train.ranks.exchange.LayerExchange._add",
+    "exchange tokens": "ratoon.shards.sequence_group.SequenceLink.exchange",
+    "add up sums": "ratoon.train.ranks.rank.Rank.reduce_sums",
+    "measure the norm": "ratoon.train.ranks.rank.Rank.norms",
+    "step": "ratoon.train.ranks.rank.Rank.step",
+    "take the digest": "ratoon.train.ranks.rank.Rank.digest_sums",
+    "copy a version": "ratoon.train.ranks.rank.Rank.hold_weights",
+    "write a version": "ratoon.train.ranks.rank.Rank.write_weights",
+    "copy states": "ratoon.train.ranks.rank.Rank.hold_states",
+    "write states": "ratoon.train.ranks.rank.Rank.write_states",
+    "receive an import": "ratoon.train.ranks.rank.Rank.take_values",
+    "import": "ratoon.train.ranks.rank.Rank.set_values",
+    "read states": "ratoon.train.ranks.rank.Rank.read_states",
+    "take states": "ratoon.train.ranks.rank.Rank.take_states",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +81,47 @@ class Fault:
 def put_in(fault: Fault, patch: pytest.MonkeyPatch) -> None:
     """Have the workers that this process starts from now on, and their ranks, suffer it."""
     patch.setattr(worker_process, "WorkerActor", _worker(fault))
+
+
+def put_traps(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Have the processes that this one starts from now on, and their ranks, look for traps.
+
+    A file in the folder that is named after a step of `LATER` and a rank, such as "step 1", has a
+    count of times that the rank has no memory there.
+    """
+
+    class RankActor(ranks.RankActor):
+        @ray.method(concurrency_group="compute")
+        def load(self, spec: Any, meeting: Any, number: int) -> None:
+            _trap_steps(folder, number)
+            super().load(spec, meeting, number)
+
+    class WorkerActor(worker_process.WorkerActor):
+        def __init__(self, *args: Any) -> None:
+            ranks.RankActor = RankActor
+            super().__init__(*args)
+            _trap_steps(folder, 0)
+
+    patch.setattr(worker_process, "WorkerActor", WorkerActor)
+
+
+def _trap_steps(folder: Path, rank: int) -> None:
+    for step, path in LATER.items():
+        _patch(path, partial(_trip, folder / f"{step} {rank}"))
+
+
+def _trip(trap: Path) -> None:
+    import torch
+
+    try:
+        count = int(trap.read_text())
+    except FileNotFoundError:
+        return
+    if count > 1:
+        trap.write_text(str(count - 1))
+    else:
+        trap.unlink()
+    raise torch.OutOfMemoryError(NO_MEMORY)
 
 
 def _worker(fault: Fault) -> type[worker_process.WorkerActor]:
@@ -86,9 +151,13 @@ def _rank(fault: Fault) -> type[ranks.RankActor]:
 
 
 def _patch_step(fault: Fault) -> None:
-    if fault.step == START:
-        return
-    path, _, name = STEPS[fault.step].rpartition(".")
+    if fault.step != START:
+        _patch(STEPS[fault.step], partial(_suffer, fault))
+
+
+def _patch(place: str, before: Callable[[], None]) -> None:
+    """Have what is called there call `before` first."""
+    path, _, name = place.rpartition(".")
     owner: Any
     try:
         owner = importlib.import_module(path)
@@ -99,7 +168,7 @@ def _patch_step(fault: Fault) -> None:
 
     @wraps(original)
     def faulty(*args: Any, **options: Any) -> Any:
-        _suffer(fault)
+        before()
         return original(*args, **options)
 
     # A class method is bound by now.
@@ -112,7 +181,7 @@ def _suffer(fault: Fault) -> None:
     fault.begun.write_text(str(time.monotonic()))
     match fault.harm:
         case "memory":
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16.00 GiB.")
+            raise torch.OutOfMemoryError(NO_MEMORY)
         case "error":
             raise LookupError("a fault of this rank")
         case "exit":

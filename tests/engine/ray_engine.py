@@ -26,9 +26,12 @@ POLICY = "tiny-policy"
 SPEC = policy_spec(POLICY, micro_batch_tokens=256)
 
 
-def random_batch(seed: int, num_groups: int = 2) -> RolloutBatch:
+def random_batch(seed: int, num_groups: int = 2, *, with_returns: bool = False) -> RolloutBatch:
+    """`with_returns`: with what a critic is trained on."""
     rng = np.random.default_rng(seed)
-    groups = builders.random_groups(rng, num_groups=num_groups, kinds=("flat",))
+    groups = builders.random_groups(
+        rng, num_groups=num_groups, kinds=("flat",), with_returns=with_returns
+    )
     return builders.validate_groups(groups, builders.limits())
 
 

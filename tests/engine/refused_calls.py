@@ -24,7 +24,7 @@ def of_ranks(ranks: RankGroup) -> None:
     ranks.all(Rank.norms, True, twice=True)  # pyright: ignore[reportCallIssue]
     ranks.all(WorkerCore.status)  # pyright: ignore[reportArgumentType]
     accepted = ranks.all(Rank.clear)  # pyright: ignore[reportAssignmentType]
-    ranks.call_with_leader_value(Rank.take_values, 1, adds=True)  # pyright: ignore[reportArgumentType]
+    ranks.exchange_leader_value(Rank.take_values, 1)  # pyright: ignore[reportArgumentType]
     del accepted
 
 

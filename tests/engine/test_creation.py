@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from ratoon.cluster import ray_peer
-from ratoon.cluster.ray_peer import Creation, Step
+from ratoon.cluster.ray_peer import Step, Watch
 from ratoon.engine.refusals import unexpected
 from ratoon.engine.worker.tasks import WorkerLostError
 from ratoon.errors import CopyFailedError, ErrorCode
@@ -43,13 +43,13 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_peer, "_REASON_S", 0.3)
 
 
-def _creation(*peers: Peer) -> Creation:
-    made = Creation("rank 0 on GPU 0 of 10.0.0.1", lambda: peers)
+def _creation(*peers: Peer) -> Watch:
+    made = Watch("rank 0 on GPU 0 of 10.0.0.1", lambda: peers)
     made.has_joined = True
     return made
 
 
-def _fail_once_ended(made: Creation, peer: Peer, failure: Exception) -> None:
+def _fail_once_ended(made: Watch, peer: Peer, failure: Exception) -> None:
     """Rank 0's own part: it waits for a peer, and is told of its end by their connection."""
     with made.watched():
         assert peer.ended.wait(10.0)

@@ -23,7 +23,7 @@ from ratoon.engine.types import FailedResult, Operation
 from ratoon.errors import ErrorCode
 from ratoon_proto.types import OperationState, ParallelLayout, Shard
 from tests.conftest import RayCluster
-from tests.engine.creation_faults import START, STEPS, Fault, put_in
+from tests.engine.creation_faults import NO_MEMORY, START, STEPS, Fault, put_in
 from tests.engine.ray_engine import SPEC
 from tests.until import until
 
@@ -81,7 +81,7 @@ async def _created(engine: Engine) -> Operation:
 
 
 _REASONS = {
-    "memory": "CUDA out of memory. Tried to allocate 16.00 GiB.",
+    "memory": NO_MEMORY,
     "error": "LookupError: a fault of this rank",
     "exit": "lost",
     "stop": f"did not answer for {_SILENCE_S:g} s",
@@ -105,7 +105,7 @@ async def test_a_rank_that_fails_while_it_is_created_is_told_and_frees_everythin
 ) -> None:
     """The other rank waited for it, and its caller for both: in `meet` for ten minutes, elsewhere
     for ever."""
-    begun, before = tmp_path / "begun", _processes_of_ranks()
+    begun, before = tmp_path / "begun", processes_of_ranks()
     behind_s = _BEHIND_S if harm == "hang" else BEHIND_S
     fault = Fault(rank=rank, step=step, harm=harm, behind_s=behind_s, begun=begun)
     with pytest.MonkeyPatch.context() as patch:
@@ -121,7 +121,7 @@ async def test_a_rank_that_fails_while_it_is_created_is_told_and_frees_everythin
     assert error["code"] == _code(step, harm)
     if rank and harm != "hang":
         assert f"rank {rank}" in message
-    await until(lambda: not _processes_of_ranks() - before)
+    await until(lambda: not processes_of_ranks() - before)
 
 
 async def test_a_policy_that_failed_to_be_created_can_be_created(engine: Engine) -> None:
@@ -137,7 +137,7 @@ def _code(step: str, harm: str) -> ErrorCode:
     return codes.get(harm, ErrorCode.WORKER_LOST)
 
 
-def _processes_of_ranks() -> set[int]:
+def processes_of_ranks() -> set[int]:
     found: set[int] = set()
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):

@@ -10,8 +10,8 @@ import gc
 import os
 import signal
 import uuid
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -25,16 +25,33 @@ from ratoon.cluster.ray_calls import ask, find_actor
 from ratoon.cluster.worker_places import find_place
 from ratoon.config import CheckpointConfig, RatoonConfig, RayConfig, WorkerConfig
 from ratoon.engine.client import EngineClient
-from ratoon.engine.commands import Submission
+from ratoon.engine.commands import Command, Submission
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.engine import Engine
 from ratoon.engine.settings import ENGINE_NAME
-from ratoon.engine.types import CheckpointInfo, FailedResult, ForwardResult, Operation, PolicyResult
+from ratoon.engine.types import (
+    CheckpointInfo,
+    FailedResult,
+    ForwardResult,
+    Operation,
+    PolicyResult,
+    PolicySpec,
+)
 from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.method_call import MethodCall
 from ratoon_proto.codec import decode_tensor
-from ratoon_proto.types import BackendInfo, OperationState, PolicyState, Recovery, StepResult
+from ratoon_proto.types import (
+    BackendInfo,
+    LossConfig,
+    LossKind,
+    OperationState,
+    PhaseSeconds,
+    PolicyState,
+    Recovery,
+    StepResult,
+    ValueLossConfig,
+)
 from ratoon_proto.v1.training_pb2 import ForwardOutput
 from tests.conftest import RayCluster
 from tests.engine.harness import (
@@ -309,19 +326,70 @@ def test_killed_processes_come_back_at_the_checkpoint(engine: RayEngine) -> None
     engine.run(main)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Life:
+    """A policy's spec, its calls, and the points at which a process is killed, by seq."""
+
+    spec: PolicySpec
+    calls: tuple[Command, ...]
+    points: Mapping[int, CrashPoint]
+
+
+# What a machine's speed and memory decide of a report.
+_UNALIKE: Mapping[str, Any] = {
+    "seconds": PhaseSeconds(),
+    "tokens_per_second": None,
+    "hardware_mfu": None,
+    "logical_mfu": None,
+    "peak_memory_bytes": 0,
+}
+_VALUE = LossConfig(kind=LossKind.VALUE, value=ValueLossConfig(clip=0.2))
+_LIVES = {
+    "policy": Life(
+        spec=SPEC,
+        calls=(update(0),) * 6,
+        points={
+            2: CrashPoint.ENGINE_AFTER_END,
+            3: CrashPoint.ENGINE_BEFORE_END,
+            4: CrashPoint.WORKER_IN_APPLY,
+        },
+    ),
+    "critic": Life(
+        spec=replace(SPEC, model=replace(SPEC.model, value_head=True)),
+        calls=(
+            update(0, loss=_VALUE),
+            update(0, loss=_VALUE),
+            forward_backward(0, loss=_VALUE),
+            forward_backward(0, loss=_VALUE),
+            optim_step(),
+            update(0, loss=_VALUE),
+            # Values of all tokens.
+            forward(0),
+        ),
+        points={
+            1: CrashPoint.WORKER_AFTER_APPLY,
+            2: CrashPoint.WORKER_IN_APPLY,
+            3: CrashPoint.WORKER_AFTER_APPLY,
+            4: CrashPoint.WORKER_IN_APPLY,
+            5: CrashPoint.WORKER_AFTER_APPLY,
+            6: CrashPoint.WORKER_BEFORE_APPLY,
+        },
+    ),
+}
+
+
 @pytest.mark.more
-def test_kills_at_crash_points_change_nothing_of_a_policy_that_replays(engine: RayEngine) -> None:
+@pytest.mark.parametrize("life", _LIVES)
+def test_kills_at_crash_points_change_nothing_of_a_policy_that_replays(
+    engine: RayEngine, life: str
+) -> None:
     """Every process but the ingress, whose caller this is; beside a policy that nothing happens to.
 
-    At the fourth update a checkpoint has freed the bodies of the first three. Before the sixth the
-    policy is put away.
+    At the fourth operation a checkpoint has freed the bodies of the first three. Before the fifth
+    its worker is lost, and before the sixth the policy is put away.
     """
     folder = engine.config.data_root / "crash-points"
-    points = {
-        2: CrashPoint.ENGINE_AFTER_END,
-        3: CrashPoint.ENGINE_BEFORE_END,
-        4: CrashPoint.WORKER_IN_APPLY,
-    }
+    spec, calls, points = _LIVES[life].spec, _LIVES[life].calls, _LIVES[life].points
 
     async def ended(client: EngineClient, operation: Operation) -> Operation:
         while True:
@@ -344,11 +412,13 @@ def test_kills_at_crash_points_change_nothing_of_a_policy_that_replays(engine: R
                 )
             )
 
-    async def run(client: EngineClient, policy_id: str, kills: bool) -> tuple[list[object], str]:
-        spec = replace(SPEC, policy_id=policy_id, recovery=Recovery.REPLAY)
-        await ended(client, await client.call(Engine.create_policy, spec))
+    async def run(
+        client: EngineClient, policy_id: str, kills: bool
+    ) -> tuple[list[object], dict[str, str]]:
+        own = replace(spec, policy_id=policy_id, recovery=Recovery.REPLAY)
+        await ended(client, await client.call(Engine.create_policy, own))
         told: list[object] = []
-        for seq in range(1, 7):
+        for seq, command in enumerate(calls, 1):
             if kills and seq in points:
                 (folder / points[seq]).write_text("1")
             if kills and seq == 5:
@@ -357,18 +427,24 @@ def test_kills_at_crash_points_change_nothing_of_a_policy_that_replays(engine: R
                 away = await client.call(Engine.release_policy, policy_id)
                 assert away.state is PolicyState.RELEASED
                 assert await find_place(policy_id, engine.config.ray.namespace) is None
-            submitted = submission(seq, update(0), random_batch(seq), policy_id)
+            batch = random_batch(seq, with_returns=own.model.value_head)
+            body = batch if command.body_digest else None
+            submitted = submission(seq, command, body, policy_id)
             result = (await ended(client, await client.submit(submitted))).result
-            assert isinstance(result, StepResult), result
-            told.append((result.version, result.report.loss, result.report.grad_norm))
+            assert isinstance(result, StepResult | ForwardResult), result
+            if isinstance(result, StepResult):
+                result = replace(result, report=replace(result.report, **_UNALIKE))
+            told.append(result if isinstance(result, StepResult) else result.digest)
         assert list(folder.iterdir()) == [], "a point was not reached"
-        manifest = await client.call(Engine.weight_manifest, policy_id, 6)
+        policy = await client.call(Engine.policy, policy_id)
+        assert policy.next_seq == len(calls) + 1
+        manifest = await client.call(Engine.weight_manifest, policy_id, policy.version)
         files = {file.name: file.digest for file in manifest.files}
         await ended(client, await client.call(Engine.delete_policy, policy_id))
-        return told, files["model.safetensors"]
+        return told, files
 
     async def main(client: EngineClient) -> None:
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         whole = await run(client, "whole", kills=False)
         assert await run(client, "killed", kills=True) == whole
 

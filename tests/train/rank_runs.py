@@ -34,6 +34,7 @@ from ratoon.shards.copies import Copies, Meeting, open_meeting
 from ratoon.shards.parts import PART, parts_of
 from ratoon.train import prepare
 from ratoon.train.micro_batches import PassHooks, no_progress
+from ratoon.train.ranks.group import Others
 from ratoon.train.ranks.layout import load
 from ratoon.train.ranks.rank import Rank
 from ratoon.train.spec import TrainerSpec
@@ -154,7 +155,7 @@ def ranked(
             for user in _CUTTERS:
                 own_parts = partial(parts_of, part_elements=part_elements)
                 patch.setattr(f"{user}.parts_of", own_parts)
-            trainer = Trainer.create(spec, peers)
+            trainer = Trainer.create(spec, Others(peers=peers))
         yield trainer, peers
     finally:
         for peer in peers:

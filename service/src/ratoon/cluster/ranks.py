@@ -30,7 +30,7 @@ from ratoon.cluster.placement import (
     seen_by_ranks,
 )
 from ratoon.cluster.ray_calls import START_S
-from ratoon.cluster.ray_peer import Creation, RayPeer
+from ratoon.cluster.ray_peer import RayPeer, Watch
 from ratoon.config import set_copy_interface, set_visible_gpus, visible_gpus
 from ratoon.engine.crash_points import CrashPoint, make_reach
 from ratoon.errors import RatoonError
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from ratoon.engine.worker.tasks import WorkerLostError
     from ratoon.shards.copies import Meeting
+    from ratoon.train.ranks.group import Others
     from ratoon.train.ranks.rank import Rank
     from ratoon.train.spec import TrainerSpec
 else:
@@ -172,7 +173,7 @@ class Ranks:
         # The node and GPU that Ray has given to this process.
         self._place = _place()
         self._name = f"rank 0 on {_device_in_words()}"
-        self._creation = Creation(self._name, tuple)
+        self._watch = Watch(self._name, tuple)
 
     def start(self, num_workers: int, policy_id: str) -> None:
         """Start the peers of the next load, so that they import while this process does."""
@@ -180,24 +181,40 @@ class Ranks:
         self._started = [RayPeer(actor, rank, self._max_silence_s) for rank, actor in actors]
 
     @contextmanager
-    def created(self, spec: TrainerSpec, policy_id: str) -> Generator[list[RayPeer], None, None]:
+    def created(self, spec: TrainerSpec, policy_id: str) -> Generator[Others, None, None]:
         """Join the peers, and watch all ranks while the block builds the trainer.
 
         Raises the error of the first rank that fails, `WorkerLostError` where one is lost. Then no
         peer lives, and `failure` returns the error until the next creation.
         """
-        self._creation = Creation(self._name, lambda: self._peers)
+        from ratoon.train.ranks.group import ALONE, Others
+
+        self._watch = Watch(self._name, lambda: self._peers)
         if spec.num_workers == 1:
-            yield self.join(spec, policy_id)
+            self.join(spec, policy_id)
+            yield ALONE
             return
-        with self._creation.watched():
-            yield self.join(spec, policy_id)
+        with self._watch.watched():
+            peers = self.join(spec, policy_id)
+            yield Others(peers=peers, name=self._name, watched=self._watched)
+
+    @contextmanager
+    def _watched(self) -> Generator[None, None, None]:
+        """Watch all ranks while they copy from one another.
+
+        Raises `WorkerLostError` with the error of the first rank that fails; then no peer lives,
+        and `failure` returns it, as rank 0 may hang in its copies.
+        """
         for peer in self._peers:
-            peer.end_creation()
+            peer.forget()
+        self._watch = Watch(self._name, lambda: self._peers, is_creation=False)
+        with self._watch.watched():
+            yield
 
     def failure(self) -> RatoonError | WorkerLostError | None:
-        """Why the newest creation of several ranks has failed, even before it ends."""
-        return self._creation.failure()
+        """Why the newest creation of several ranks, or what they did together since, has failed,
+        even before it ends."""
+        return self._watch.failure()
 
     def join(self, spec: TrainerSpec, policy_id: str) -> list[RayPeer]:
         """Start the peers, unless they are, and join them as rank 0; none for a spec of one rank.
@@ -229,7 +246,7 @@ class Ranks:
             peer.load(spec, meeting)
         set_copy_interface(meeting.host)
         Copies.join(meeting, 0, torch.device(spec.device), store, node=self._place[0])
-        self._creation.has_joined = True
+        self._watch.has_joined = True
         return self._peers
 
     def _see_all(self) -> None:

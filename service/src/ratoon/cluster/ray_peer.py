@@ -1,12 +1,13 @@
-"""Ranks in other processes, as rank 0's process calls them, and the watch over their creation.
+"""Ranks in other processes, as rank 0's process calls them, and the watch while they wait for one
+another.
 
 `RayPeer` is the `ranks.group.Peer` of rank 0's process, over an actor. A rank that was lost once
 stays lost, so every later call fails at once.
 
-Ranks wait for one another at every step of their creation, some of them in libraries that know no
-bound. So if one rank raises, is lost or stops making progress, all others are ended at once and the
-creation fails for that reason, even while rank 0, which lives in this process, hangs in its step.
-A thread of its own watches for that.
+Ranks wait for one another at every step of their creation, and whenever they copy in a step, a load
+or an import, some of them in libraries that know no bound. So if one rank raises, is lost or stops
+making progress, all others are ended at once and what they do fails for that reason, even while
+rank 0, which lives in this process, hangs in its part. A thread of its own watches for that.
 """
 
 # Ray's decorators are only partly typed.
@@ -83,32 +84,46 @@ class WatchedPeer(Protocol):
         ...
 
 
-class Creation:
-    """States: open; over, with or without a failure."""
+class Watch:
+    """Watches all ranks through one thing that they do together.
 
-    def __init__(self, name: str, peers: Callable[[], Sequence[WatchedPeer]]) -> None:
-        """`name`: rank 0's, in messages. `peers`: returns the ranks from 1 on that exist by now."""
+    States: open; over, with or without a failure.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        peers: Callable[[], Sequence[WatchedPeer]],
+        *,
+        is_creation: bool = True,
+    ) -> None:
+        """`name`: rank 0's, in messages. `peers`: returns the ranks from 1 on that exist by now.
+
+        `is_creation`: there is nothing yet that a failure would lose.
+        """
         self._name = name
         self._peers = peers
+        self._is_creation = is_creation
         self._is_over = threading.Event()
         self._failure: Exception | None = None
         # All ranks have met.
-        self.has_joined = False
+        self.has_joined = not is_creation
 
     def failure(self) -> RatoonError | WorkerLostError | None:
-        """Why the creation has failed; rank 0 may still be in it. None: it has not."""
+        """Why it has failed; rank 0 may still be in it. None: it has not."""
         match self._failure:
-            case None | RatoonError() | WorkerLostError():
+            case None | WorkerLostError():
                 return self._failure
             case CopyFailedError() if not is_out_of_memory(self._failure):
                 return WorkerLostError(str(self._failure))
             case _:
-                return unexpected(self._failure)
+                error = unexpected(self._failure)
+                return error if self._is_creation else WorkerLostError(error.message)
 
     @contextmanager
     def watched(self) -> Generator[None, None, None]:
-        """Watch while the block creates the ranks. Raises `failure`, that of the first rank."""
-        thread = threading.Thread(target=self._watch, name="ratoon-creation", daemon=True)
+        """Watch while the block runs all ranks. Raises `failure`, that of the first rank."""
+        thread = threading.Thread(target=self._watch, name="ratoon-watch", daemon=True)
         thread.start()
         try:
             yield
@@ -209,9 +224,8 @@ class RayPeer:
         self._last = 0
         # The rank's name in messages, with its device once that is known.
         self._name = f"rank {number}"
-        # While it is created: its newest call, and the number of calls so far.
+        # Its newest call that is watched, and the number of such calls so far.
         self._newest: _Pending | None = None
-        self._is_created = False
         self._num_asked = 0
         self._is_awaited = False
 
@@ -252,9 +266,9 @@ class RayPeer:
             return err
         return None
 
-    def end_creation(self) -> None:
-        """Drop the newest call: it is not watched any more."""
-        self._is_created, self._newest = True, None
+    def forget(self) -> None:
+        """Drop the newest call, which ended before what is watched next."""
+        self._newest = None
 
     def wait(self, reference: ObjectRef[object]) -> object:
         """A call's result. Raises what the call raised, and `WorkerLostError`."""
@@ -285,18 +299,16 @@ class RayPeer:
         """See `ranks.group.Peer.start`. Raises `WorkerLostError`, and what `load` raised."""
         if self._loss is not None:
             raise WorkerLostError(f"{self._name} is lost")
+        if group := _BESIDE.get(call.name):
+            beside = cast("Any", self._actor.call_beside).options(concurrency_group=group)
+            return _Pending(self, beside.remote(call))
         self._num_asked += 1
         if self._load is not None:
             self._load.result()
             self._load = None
-        if group := _BESIDE.get(call.name):
-            beside = cast("Any", self._actor.call_beside).options(concurrency_group=group)
-            reference = beside.remote(call)
-        else:
-            self._last = next(self._numbers)
-            reference = self._actor.call.remote(self._last, call)
-        pending = _Pending(self, reference)
-        self._newest = None if self._is_created else pending
+        self._last = next(self._numbers)
+        pending = _Pending(self, self._actor.call.remote(self._last, call))
+        self._newest = pending
         return pending
 
     def stop(self) -> None:

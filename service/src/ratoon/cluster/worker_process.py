@@ -127,8 +127,8 @@ class WorkerActor:
         if spec.device != "cpu":
             # While weights are loaded; nothing is compiled before.
             start_compiler()
-        with self._ranks.created(spec, self._place) as peers:
-            trainer = self._create_trainer(spec, peers, self._compiled)
+        with self._ranks.created(spec, self._place) as others:
+            trainer = self._create_trainer(spec, others, self._compiled)
         # Nothing is compiled on a CPU.
         if self._cache is None and spec.device != "cpu":
             self._cache = CompileCache(self._compiled, trainer.fingerprint())
@@ -164,7 +164,8 @@ class WorkerActor:
     def ping(self) -> None:
         """Answers while the process lives, whatever else it does.
 
-        Raises the failure of a creation of several ranks, as its call may never return.
+        Raises the failure of several ranks that wait for one another, as the call that they are in
+        may never return.
         """
         if failure := self._ranks.failure():
             raise failure

@@ -141,7 +141,10 @@ def disk_fault(what: str, error: OSError) -> RatoonError:
 
 
 def unexpected(error: Exception) -> RatoonError:
-    """The error that a caller gets for an unexpected exception, with the rank that a note names."""
+    """The error that a caller gets for any exception, with the rank that a note names; a typed one
+    stays as it is."""
+    if isinstance(error, RatoonError):
+        return error
     notes: list[str] = getattr(error, "__notes__", [])
     rank = next((note for note in notes if note.startswith("rank ")), "")
     if is_out_of_memory(error):
@@ -154,8 +157,15 @@ def unexpected(error: Exception) -> RatoonError:
     return RatoonError(ErrorCode.INTERNAL, f"{where}{described(error)}")
 
 
-# CUDA's, the CPU allocator's, and NCCL's, which calls CUDA for buffers of its own.
-_NO_MEMORY = ("out of memory", "can't allocate memory", "Failed to CUDA calloc")
+# CUDA's, the CPU allocator's, NCCL's, which calls CUDA for buffers of its own, and cuBLAS's, whose
+# handle and workspace take some.
+_NO_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "Failed to CUDA calloc",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "calling `cublasCreate",
+)
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -182,7 +182,9 @@ class Copies:
         self.rank, self.size = rank, size
         self._group = group
 
-    # The ranks of each node, and lines to them, in the last meeting that this process has joined.
+    # Of the last meeting that this process has joined: its device, the ranks of each node, and lines
+    # to them.
+    _device: ClassVar[torch.device] = torch.device("cpu")
     _nodes: ClassVar[list[list[int]]] = []
     _lines: ClassVar[Lines] = Lines()
 
@@ -223,7 +225,9 @@ class Copies:
                 # Now: NCCL's first exchange would need all ranks, and may be one of a few.
                 device_id=device if device.type == "cuda" else None,
             )
-        except (RuntimeError, OSError) as err:
+            cls._device = device
+            cls(rank, meeting.size)._connect(range(meeting.size))
+        except (CopyFailedError, RuntimeError, OSError) as err:
             raise CopyFailedError(f"rank {rank} could not join the others: {err}") from err
 
     @classmethod
@@ -286,9 +290,25 @@ class Copies:
         """
         try:
             group = dist.new_group([*ranks], timeout=timeout, use_local_synchronization=True)
-        except RuntimeError as err:
+            copies = Copies(self.rank, self.size, cast("dist.ProcessGroup", group))
+            copies._connect(ranks)
+        except (CopyFailedError, RuntimeError) as err:
             raise CopyFailedError(f"ranks {[*ranks]} could not join: {err}") from err
-        return Copies(self.rank, self.size, cast("dist.ProcessGroup", group))
+        return copies
+
+    def _connect(self, ranks: Sequence[int]) -> None:
+        """Copy an element between all pairs of `ranks`, which call it at the same time.
+
+        NCCL connects two ranks, and takes memory for that, in their first copy. If one of them has
+        none, the other waits in there without a bound, which only a creation is watched for.
+        """
+        if self._device.type != "cuda":
+            return
+        peers = [peer for peer in ranks if peer != self.rank]
+        own, *theirs = (torch.zeros(1, device=self._device) for _ in (self.rank, *peers))
+        receives = [Copy(each, peer) for each, peer in zip(theirs, peers, strict=True)]
+        self.exchange([Copy(own, peer) for peer in peers], receives)
+        torch.cuda.synchronize(self._device)
 
     def exchange(self, sends: Sequence[Copy], receives: Sequence[Copy]) -> None:
         """Send tensors and receive others in place; both sides of a pair have them in one order.

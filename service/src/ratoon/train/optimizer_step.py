@@ -100,7 +100,7 @@ def run_optimizer_step(
     own, stepped = ranks.own, list[Stepped]()
     if reason is None:
         assert norm is not None, "it was measured before a step is taken"
-        stepped = ranks.all(Rank.step, norm, divisor, step)
+        stepped = ranks.exchange(Rank.step, norm, divisor, step)
         warnings = rounding_warning(spec.kept_states, step.learning_rate)
     else:
         text = f"{WARNINGS[reason]}: the step was skipped"
@@ -130,7 +130,7 @@ def _judge(
     reason = reason_in_sums(sums, divisor, spec.guard)
     if not divisor:
         return reason, None
-    bounds = StateBounds.over(ranks.all(Rank.reduce_sums))
+    bounds = StateBounds.over(ranks.exchange(Rank.reduce_sums))
     if reason is not None:
         return reason, None
     norm = _grad_norm(ranks, divisor)

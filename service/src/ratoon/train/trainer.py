@@ -61,7 +61,7 @@ from ratoon.train.prepare import (
     prepare_forward,
     without_bad,
 )
-from ratoon.train.ranks.group import HeldWeights, Peer, RankGroup
+from ratoon.train.ranks.group import ALONE, HeldWeights, Others, RankGroup
 from ratoon.train.ranks.layout import lend_activations, load
 from ratoon.train.ranks.rank import Rank
 from ratoon.train.rates import rates_of
@@ -106,7 +106,7 @@ class Trainer:
         spec: TrainerSpec,
         model: PolicyModel,
         copies: Copies | None = None,
-        peers: Sequence[Peer] = (),
+        others: Others = ALONE,
         rates: DeviceRates | None = None,
     ) -> None:
         """Put the model and its optimizer states on the ranks.
@@ -115,18 +115,18 @@ class Trainer:
             spec: The policy.
             model: Its model, on this process's device.
             copies: What brings the tensors of other ranks; None: there are none.
-            peers: Ranks 1 and above.
+            others: Ranks 1 and above.
             rates: Speeds of a GPU, before `limit_activations`.
 
         Raises:
             RatoonError: What `group_sizes` raises.
         """
-        assert spec.num_workers == 1 + len(peers)
+        assert spec.num_workers == 1 + len(others.peers)
         self._group_sizes = group_sizes(spec.parallel, model.sizes.num_heads)
         self.spec = spec
         self.model = model
         self.version = 0
-        self.ranks = RankGroup(Rank(spec, model, copies or Copies()), peers)
+        self.ranks = RankGroup(Rank(spec, model, copies or Copies()), others)
         self.ranks.all(Rank.connect_groups, self._group_sizes)
         if spec.shard is Shard.WEIGHTS:
             self.ranks.all(Rank.open_memory, self.ranks.all(Rank.handles))
@@ -145,13 +145,13 @@ class Trainer:
 
     @classmethod
     def create(
-        cls, spec: TrainerSpec, peers: Sequence[Peer] = (), rates_folder: Path | None = None
+        cls, spec: TrainerSpec, others: Others = ALONE, rates_folder: Path | None = None
     ) -> Trainer:
-        """Configure torch for this process and load the model; the `peers` have loaded theirs.
+        """Configure torch for this process and load the model; the `others` have loaded theirs.
 
         Args:
             spec: The policy.
-            peers: Ranks 1 and above, whose processes have joined this one.
+            others: Ranks 1 and above, whose processes have joined this one.
             rates_folder: Where measured rates of GPUs are kept.
 
         Raises:
@@ -160,7 +160,7 @@ class Trainer:
         # Measured before anything is on the GPU.
         rates = rates_of(spec, rates_folder)
         spec, model = load(spec)
-        trainer = cls(spec, model, Copies.joined(), peers, rates)
+        trainer = cls(spec, model, Copies.joined(), others, rates)
         trainer.ranks.check_devices()
         trainer.limit_activations()
         trainer.ranks.are_created = True
@@ -462,7 +462,7 @@ class Trainer:
             sums = self.ranks.all(Rank.read_states, str(folder), manifest)
             check_digest(folder, manifest, digest_of_sums(sums, manifest.num_steps))
         self.discard_gradients()
-        self.ranks.all(Rank.take_states)
+        self.ranks.exchange(Rank.take_states)
         self.version = manifest.version
 
     def read_weights(self, folder: Path, digest: str, *, adds: bool = False) -> ImportedWeights:
@@ -486,10 +486,12 @@ class Trainer:
             RatoonError: WINDOW_OPEN; INVALID_ARGUMENT if a sum is not finite.
         """
         self._require_empty_window()
-        with self._discarding_staged():
-            self.ranks.call_with_leader_value(Rank.take_values, weights.values, adds=adds)
+        self.ranks.exchange_leader_value(Rank.take_values, weights.values)
+        if adds:
+            with self._discarding_staged():
+                self.ranks.all(Rank.check_sums)
         key = f"import {self.version + 1}"
-        self.ranks.all(Rank.set_values, key, adds=adds, resets_optimizer=resets_optimizer)
+        self.ranks.exchange(Rank.set_values, key, adds=adds, resets_optimizer=resets_optimizer)
         self.version += 1
 
     def reset_optimizer(self) -> None:

@@ -157,7 +157,7 @@ class WorkerCore:
             outcome = self._with_digest(runner, task, outcome)
         except Exception as err:
             # The step was taken, but its outcome is lost.
-            raise self._lost("the trainer's state cannot be read") from err
+            raise self._lost("the trainer's state cannot be read", err) from err
         self._last_seq, self._last_outcome = task.seq, outcome
         self._reach(CrashPoint.WORKER_AFTER_APPLY)
         return outcome
@@ -246,13 +246,13 @@ class WorkerCore:
         # Past the handler, whose traceback kept the call's tensors on the device.
         gc.collect()
         if may_have_stepped():
-            raise self._lost("the trainer was stopped in the middle of a step")
+            raise self._lost("the trainer was stopped in the middle of a step", failure)
         try:
             digest = runner.trainer.state_digest()
         except Exception as err:
-            raise self._lost("the trainer's state cannot be read") from err
+            raise self._lost("the trainer's state cannot be read", failure) from err
         if self._takes_digests and digest != self._digest:
-            raise self._lost("the trainer's state has changed")
+            raise self._lost("the trainer's state has changed", failure)
         raise failure
 
     def _with_digest(self, runner: TaskRunner, task: Task, outcome: Outcome) -> Outcome:
@@ -268,9 +268,11 @@ class WorkerCore:
                 outcome = replace(outcome, result=replace(result, report=report))
         return replace(outcome, weights_digest=self._digest)
 
-    def _lost(self, reason: str) -> WorkerLostError:
+    def _lost(self, reason: str, cause: Exception | None = None) -> WorkerLostError:
         """Mark the worker and its process as lost; returns the error to raise."""
         self._is_lost, self._runner, self.is_process_lost = True, None, True
+        if cause is not None:
+            reason = f"{reason}: {unexpected(cause).message}"
         _LOG.error("worker lost", reason=reason)
         return WorkerLostError(reason)
 
@@ -356,7 +358,7 @@ class WorkerCore:
         try:
             self._loaded().restore(tasks)
         except Exception as err:
-            raise self._lost("the open window could not be restored") from err
+            raise self._lost("the open window could not be restored", err) from err
 
     def write_gradients(self, token: int, request: GradientRequest) -> GradientFile:
         """Write sums of the open window as a result file; changes nothing.

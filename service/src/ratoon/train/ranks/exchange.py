@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from queue import Empty, Full, Queue
@@ -102,7 +102,7 @@ _SILENT = "another rank is gone, or its machine does not answer"
 class Signal(IntEnum):
     """A word that ranks tell one another: the first three before each turn, the last after it."""
 
-    # The rank's pass was stopped: neither this turn's gradients nor any later ones follow.
+    # The rank's pass was stopped, or failed: it neither sends nor takes gradients any more.
     STOPPED = -1
     # No gradients follow: none flowed, or the rank has no turn in this step.
     NOTHING = 0
@@ -254,13 +254,21 @@ class LayerExchange:
     @torch.no_grad()
     def _run(self) -> None:
         """The thread: it takes part in every step, even after an error, as others wait there."""
-        with self._on_own_stream():
-            self._begun.wait()
+        own: AbstractContextManager[object] = nullcontext()
+        with self._noting_errors():
+            own = self._on_own_stream()
+        with own:
             for step in self._steps:
-                try:
+                with self._noting_errors():
                     self._run_step(step)
-                except Exception as err:  # noqa: BLE001 - raised where the backward runs
-                    self._error = self._error or err
+
+    @contextmanager
+    def _noting_errors(self) -> Iterator[None]:
+        """Keep what the block raises, to be raised where the backward runs."""
+        try:
+            yield
+        except Exception as err:  # noqa: BLE001 - whatever it is, other ranks must hear of it
+            self._error = self._error or err
 
     def _on_own_stream(self) -> AbstractContextManager[object]:
         if self._device.type != "cuda":
@@ -270,27 +278,31 @@ class LayerExchange:
     def _run_step(self, step: tuple[Turn, ...]) -> None:
         rank = self._copies.rank
         mine = next((turn for turn in step if turn.rank == rank), None)
-        gradients = None if mine is None else self._next(mine.slot)
-        word = Signal.NOTHING if gradients is None else Signal.SENDS
-        if self._is_stopped.is_set():
-            gradients, word = None, Signal.STOPPED
         owners = [] if mine is None else self._owners(mine)
         senders = [turn for turn in step if turn is not mine and self._parts[turn.layer][rank]]
         peers = sorted({*owners, *(turn.rank for turn in senders)})
-        terms: dict[int, list[Tensor]] = {}
-        if mine is not None and gradients is not None:
-            terms[rank] = _of(gradients, self._parts[mine.layer][rank])
-            if self._outbox is not None:
-                self._outbox.put(mine.layer, gradients)
+        gradients, terms = None, dict[int, list[Tensor]]()
+        # All that takes memory comes before the word: behind it, others wait for the copies.
+        with self._noting_errors():
+            self._begun.wait()
+            gradients = None if mine is None else self._next(mine.slot)
+            terms = {turn.rank: self._room(turn) for turn in senders}
+            if mine is not None and gradients is not None and not self._is_stopped.is_set():
+                terms[rank] = _of(gradients, self._parts[mine.layer][rank])
+                if self._outbox is not None:
+                    self._outbox.put(mine.layer, gradients)
+        word = Signal.NOTHING if gradients is None else Signal.SENDS
+        if self._is_stopped.is_set() or self._error is not None:
+            gradients, word, senders = None, Signal.STOPPED, []
         heard = self._copies.tell(peers, word)
         self._other_is_stopped |= Signal.STOPPED in heard.values()
         senders = [turn for turn in senders if heard.get(turn.rank) == Signal.SENDS]
         near = [peer for peer in heard if peer in self._near]
         far = [peer for peer in heard if peer not in self._near]
         try:
-            terms |= {turn.rank: self._room(turn) for turn in senders}
+            receivers = [peer for peer in far if heard[peer] != Signal.STOPPED]
             self._copies.exchange(
-                [] if mine is None else self._messages(mine.layer, gradients, far),
+                [] if mine is None else self._messages(mine.layer, gradients, receivers),
                 [
                     Copy(tensor, turn.rank)
                     for turn in senders
@@ -301,7 +313,8 @@ class LayerExchange:
             for turn in senders:
                 if self._outbox is not None and turn.rank in near:
                     self._outbox.take(turn.layer, turn.rank, terms[turn.rank])
-            self._add([(turn.layer, terms[turn.rank]) for turn in step if turn.rank in terms])
+            added = {turn.rank for turn in senders} | ({rank} if gradients is not None else set())
+            self._add([(turn.layer, terms[turn.rank]) for turn in step if turn.rank in added])
             # Another stream may use their memory from here on.
             Moment(self._device).wait()
         finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -54,12 +54,30 @@ class Peer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Others:
+    """The ranks from 1 on.
+
+    `name`: rank 0's, in messages. `watched`: a context in which all ranks run what they wait for
+    one another in. If one of them fails there, all others are ended, and it raises why, as an error
+    that loses the worker.
+    """
+
+    peers: Sequence[Peer] = ()
+    name: str = "rank 0"
+    watched: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+ALONE = Others()
+
+
 class RankGroup:
     """One thread calls it, except for what writes held states and weights, which runs beside it."""
 
-    def __init__(self, own: Rank, peers: Sequence[Peer] = ()) -> None:
+    def __init__(self, own: Rank, others: Others = ALONE) -> None:
         self.own = own
-        self._peers = tuple(peers)
+        self._others = others
+        self._peers = tuple(others.peers)
         # While False, the first error is raised at once: other ranks may wait for the failed one.
         self.are_created = False
 
@@ -78,16 +96,26 @@ class RankGroup:
         call = MethodCall.of(method, *args, **options)
         return self._join(self._start(call), call)
 
-    def call_with_leader_value(
+    def exchange(
+        self, method: Callable[Concatenate[Rank, P], T], *args: P.args, **options: P.kwargs
+    ) -> list[T]:
+        """Like `all`, for a method in which ranks copy from one another, without a word before.
+
+        The first rank that fails ends the group, as others wait for it and may have changed what
+        they hold: see `Others.watched` for what is raised then.
+        """
+        return self._exchange(*[MethodCall.of(method, *args, **options)] * 2)
+
+    def exchange_leader_value(
         self,
         method: Callable[Concatenate[Rank, V | None, P], T],
         value: V,
         *args: P.args,
         **options: P.kwargs,
     ) -> list[T]:
-        """Like `all`, for a large first argument: rank 0 gets `value`, the others get None."""
-        pending = self._start(MethodCall.of(method, None, *args, **options))
-        return self._join(pending, MethodCall.of(method, value, *args, **options))
+        """Like `exchange`, for a large first argument: rank 0 gets `value`, the others get None."""
+        own = MethodCall.of(method, value, *args, **options)
+        return self._exchange(MethodCall.of(method, None, *args, **options), own)
 
     def run_pass(
         self,
@@ -133,20 +161,29 @@ class RankGroup:
                 expected=models[0],
             )
 
+    def _exchange(self, theirs: MethodCall[T], own: MethodCall[T]) -> list[T]:
+        with self._others.watched() if self._peers else nullcontext():
+            return self._join(self._start(theirs), own, ends_group=True)
+
     def _start(self, call: MethodCall[Any]) -> list[Pending]:
         return [peer.start(call) for peer in self._peers]
 
     def _join(
-        self, pending: Sequence[Pending], own: MethodCall[T], *, is_pass: bool = False
+        self,
+        pending: Sequence[Pending],
+        own: MethodCall[T],
+        *,
+        is_pass: bool = False,
+        ends_group: bool = False,
     ) -> list[T]:
         """Run this rank's own call, and wait for those of the peers."""
         results: list[T] = []
         errors: list[Exception] = []
-        for ask in (partial(own.on, self.own), *(call.result for call in pending)):
+        for ask in (partial(self._run_own, own), *(call.result for call in pending)):
             try:
                 results.append(ask())
             except Exception as err:
-                if not (pending and self.are_created):
+                if ends_group or not (pending and self.are_created):
                     raise
                 errors.append(err)
                 # A write that fails must not stop the pass that runs beside it.
@@ -158,6 +195,14 @@ class RankGroup:
         if errors:
             raise next((err for err in errors if not _is_cancelled(err)), errors[0])
         return results
+
+    def _run_own(self, call: MethodCall[T]) -> T:
+        try:
+            return call.on(self.own)
+        except Exception as err:
+            if self._peers:
+                err.add_note(self._others.name)
+            raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,23 +183,29 @@ class Rank:
 
         `is_only`: the sums are empty, and no parameter gets more than one gradient.
         """
-        own = prepared.of_rank(self.copies.rank)
         only = self._only if is_only else None
+        # First of all what tells the other ranks, who wait there, of whatever fails.
         with (
+            self.gradients.of_pass(prepared.plan, self.hooks.is_cancelled),
+            self._together(prepared.plan) as (group, hooks),
             frozen_graphs(),
             self._planned(only),
             self._lending(only),
             self.reading(),
-            self.gradients.of_pass(prepared.plan, self.hooks.is_cancelled),
-            self._together(own.plan) as (group, hooks),
         ):
+            own = prepared.of_rank(self.copies.rank)
             return forward_backward_pass(self.model, own, hooks, group)
 
     def forward(self, prepared: PreparedForward, *, use_reference: bool) -> ForwardColumns:
         """Log-probs and entropies of this rank's micro-batches; 0 for the others'."""
-        own = prepared.of_rank(self.copies.rank)
         reference = self.model.reference() if use_reference else nullcontext()
-        with frozen_graphs(), self.reading(), reference, self._together(own.plan) as (group, hooks):
+        with (
+            self._together(prepared.plan) as (group, hooks),
+            frozen_graphs(),
+            self.reading(),
+            reference,
+        ):
+            own = prepared.of_rank(self.copies.rank)
             return forward_pass(self.model, own, hooks, group)
 
     def clear(self) -> None:
@@ -308,16 +314,17 @@ class Rank:
         """Discard states or weights that were staged but not applied."""
         self._read, self._values = None, {}
 
-    def take_values(self, values: Mapping[str, Tensor] | None, *, adds: bool) -> None:
+    def take_values(self, values: Mapping[str, Tensor] | None) -> None:
         """Stage this rank's parts of the `values` that rank 0 is given, for `set_values`.
 
-        `values`: tensors by parameter on rank 0, None on the others. Raises INVALID_ARGUMENT where
-        they are to be added (`adds`) and a sum is not finite.
+        `values`: tensors by parameter on rank 0, None on the others.
         """
         self._weights_copy.finish()
         self._values = self.shares.deal(values)
-        if adds:
-            self.optimizer.check_sums(self._values)
+
+    def check_sums(self) -> None:
+        """Raise INVALID_ARGUMENT where a weight would not be finite with its staged value added."""
+        self.optimizer.check_sums(self._values)
 
     def set_values(self, key: str, *, adds: bool, resets_optimizer: bool) -> None:
         """Replace the weights by the staged values, or add these, as `set_weights` does."""
