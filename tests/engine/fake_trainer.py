@@ -40,6 +40,7 @@ from ratoon.train.saved_state import (
 from ratoon_proto.types import (
     DivideBy,
     LogprobsOf,
+    SelfCheckReport,
     SkipReason,
     StepReport,
     StepWarning,
@@ -128,6 +129,12 @@ class FakeForward:
 
 
 @dataclass(frozen=True)
+class FakeCheck:
+    report: SelfCheckReport | None
+    warnings: tuple[StepWarning, ...] = ()
+
+
+@dataclass(frozen=True)
 class FakeImport:
     number: float
     digest: str
@@ -172,6 +179,7 @@ class Faults:
 
     `tears` are stepped on half way, so many times; after one of `kills_device`, as many times,
     nothing works but a new trainer.
+    `checks` has what a self-check before a publication finds, by version.
     `noise` is added to each gradient; snapshots are written once `writes` is set, folders to import
     are read once `reads` is.
     """
@@ -184,6 +192,7 @@ class Faults:
     kills_device: dict[float, int] = field(default_factory=dict[float, int])
     no_memory: set[float] = field(default_factory=set[float])
     holds: dict[float, threading.Event] = field(default_factory=dict[float, threading.Event])
+    checks: dict[int, SelfCheckReport] = field(default_factory=dict[int, SelfCheckReport])
     device: str = "fake"
     # Tokens of plans that are made from now on.
     plan_tokens: int = 64
@@ -404,6 +413,10 @@ class FakeTrainer:
             teacher = np.tile(tokens_K, (len(logprobs), 1)), np.repeat(logprobs - 1, shape[1])
             teacher = teacher[0], teacher[1].reshape(shape)
         return FakeForward(logprobs, None, StepReport(num_micro_batches=1), teacher)
+
+    def check_before_publication(self) -> FakeCheck:
+        self.check_device()
+        return FakeCheck(self.faults.checks.get(self.version))
 
     def copy_weights(self) -> FakeCopy:
         self.check_device()

@@ -32,7 +32,7 @@ from ratoon.engine.worker.worker import WorkerCore
 from ratoon.stream.manifest import WeightManifest
 from ratoon.train.saved_state import AsOf
 from ratoon.train.spec import TrainerSpec
-from ratoon_proto.types import Progress
+from ratoon_proto.types import Progress, SelfCheckReport
 from tests.engine.fake_trainer import FakeTrainer, Faults, as_trainer
 
 if TYPE_CHECKING:
@@ -215,8 +215,10 @@ class LocalWorker:
         args = token, version, weights_root, created_at
         return await self._run(lambda: self.core.announce(*args), self._versions)
 
-    async def hold(self, token: int, version: int) -> None:
-        await self._run(lambda: self.core.hold(token, version))
+    async def hold(
+        self, token: int, version: int, is_requested: bool = False
+    ) -> SelfCheckReport | None:
+        return await self._run(lambda: self.core.hold(token, version, is_requested))
 
     async def write_gradients(self, token: int, request: GradientRequest) -> GradientFile:
         return await self._run(lambda: self.core.write_gradients(token, request))

@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from ratoon.engine.worker.kernels import CompileCache
+from ratoon.train.numerics import compiler_kind
 
 TORCH_2 = {"torch": "2.0", "device": "cpu"}
 TORCH_3 = {"torch": "3.0", "device": "cpu"}
@@ -29,12 +31,20 @@ def _filled(cache: CompileCache, size_bytes: int, used_at: float) -> Path:
     return cache.folder
 
 
-def test_each_fingerprint_has_a_folder_that_compilers_are_told_of(tmp_path: Path) -> None:
+def test_each_kind_has_a_folder_that_compilers_are_told_of(tmp_path: Path) -> None:
     cache = CompileCache(tmp_path, TORCH_2)
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(cache.folder / "inductor")
     assert os.environ["TRITON_CACHE_DIR"] == str(cache.folder / "triton")
     assert CompileCache(tmp_path, TORCH_2).folder == cache.folder
     assert CompileCache(tmp_path, TORCH_3).folder != cache.folder
+
+
+def test_policies_of_any_layout_share_a_folder(tmp_path: Path) -> None:
+    """Versions and the device's model name it, and nothing of a policy."""
+    kind = compiler_kind(torch.device("cpu"))
+    assert kind.keys() == {"device_model", "torch", "transformers", "ratoon", "kernels"}
+    assert all(kind.values())
+    assert CompileCache.of_device(tmp_path, "cpu").folder == CompileCache(tmp_path, kind).folder
 
 
 def test_who_has_named_a_place_keeps_his(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

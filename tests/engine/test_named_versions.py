@@ -12,11 +12,19 @@ import pytest
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.types import Acknowledgement, NamedVersion
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.metrics import PUBLISHED_VERSION, SELF_CHECK_GAUGES, SELF_CHECKS
 from ratoon.stream.manifest import WeightManifest
 from ratoon.stream.versions import list_versions, version_folder
-from ratoon_proto.types import OperationState, PublishConfig, PublishKind, Recovery
+from ratoon_proto.types import (
+    OperationState,
+    PublishConfig,
+    PublishKind,
+    Recovery,
+    SelfCheckReport,
+)
 from tests.engine.conftest import MakeMachine
 from tests.engine.harness import Machine, code_of, load, publish, save
+from tests.engine.local_ports import POLICY
 from tests.engine.refusals import raises
 from tests.engine.test_recovery import lose_worker
 from tests.until import until
@@ -83,6 +91,22 @@ async def test_a_pipelined_caller_publishes_what_was_at_its_place(quiet: Machine
     (info,) = (await quiet.controller.versions()).versions[1:]
     assert [each.expires_at is None for each in info.names] == [False, True]
     assert (await quiet.controller.weight_manifest(None)).version == 4, "written for the reader"
+
+
+async def test_the_verdict_of_a_self_check_is_there_before_the_version(quiet: Machine) -> None:
+    """The check of a version that is due comes before its files; a second name asks for nothing."""
+    check = SelfCheckReport(tokens=3, logprob_max_difference=0.5, exceeds_limits=True, seconds=2.0)
+    quiet.faults.checks[1] = check
+    counted = SELF_CHECKS.sample(1, POLICY, "exceeded")
+    await quiet.end(await quiet.update(1, 1))
+    assert counted not in quiet.metrics.changes
+    await published(quiet, 2, "first")
+    changes = quiet.metrics.changes
+    assert changes.index(counted) < changes.index(PUBLISHED_VERSION.sample(1, POLICY))
+    shown = SELF_CHECK_GAUGES["logprob_max_difference"].sample(0.5, POLICY)
+    assert changes.index(counted) < changes.index(shown)
+    await published(quiet, 3, "second")
+    assert quiet.metrics.changes.count(counted) == 1
 
 
 async def test_a_named_version_outlives_the_retention_of_versions(

@@ -362,11 +362,24 @@ def test_adapters_are_part_of_the_graphs(
     assert modules.keys() == compiled.keys() != set()
     for name, grad in modules.items():
         assert (compiled[name] - grad).norm() <= 1e-5 * grad.norm(), name
+    # The first layer, behind an embedding that is not trained, has the graph of the others.
+    assert len(graphs) == 1
     # Gone, an adapter is another graph; the gradients are of the first.
     with models[1].reference():
         reference_TD = hidden_of(models[1], packed)
     assert not torch.equal(reference_TD, hidden_of(models[1], packed))
-    assert len(graphs) == 3
+    assert len(graphs) == 2
+
+
+def test_a_reference_has_the_graph_of_a_forward(graphs: list[GraphModule]) -> None:
+    model = load(TINY, dtype=ModelDtype.FLOAT32, compile_layers=True, keep_reference=True)
+    packed = pack(branching_sequences(1))
+    with torch.no_grad():
+        expected = hidden_of(model, packed)
+        assert len(graphs) == 1
+        with model.reference():
+            assert torch.equal(hidden_of(model, packed), expected)
+    assert len(graphs) == 1
 
 
 @pytest.mark.more

@@ -73,6 +73,11 @@ def run(trainer: Trainer, batch: RolloutBatch, kind: LossKind, **changes: Any) -
     return report
 
 
+def update(trainer: Trainer, batch: RolloutBatch) -> StepReport:
+    loss = make_loss(batch)
+    return trainer.update(trainer.prepare(batch, loss), make_step(trainer, loss))
+
+
 def self_check_of(report: StepReport) -> SelfCheckReport:
     assert report.self_check is not None
     return report.self_check
@@ -289,16 +294,44 @@ def test_it_comes_every_k_versions_and_once_a_window(base: FolderBase) -> None:
     trainer = watched(base, every=3)
     batch = make_batch(1)
     loss = make_loss(batch)
-    seen = [
-        trainer.update(trainer.prepare(batch, loss), make_step(trainer, loss)).self_check
-        for _ in range(7)
-    ]
-    assert [one is not None for one in seen] == [True, False, False, True, False, False, True]
-    trainer.version = 9
+    seen = [update(trainer, batch).self_check for _ in range(7)]
+    assert [one is not None for one in seen] == [False, True, False, False, True, False, False]
+    trainer.version = 10
     first = trainer.forward_backward(trainer.prepare(batch, loss))
     second = trainer.forward_backward(trainer.prepare(batch, loss))
     assert first.self_check is not None
     assert second.self_check is None
+
+
+def test_a_version_that_is_asked_for_is_checked_before(base: FolderBase) -> None:
+    """On the rollouts that made it, with its own weights, once a check is due."""
+    trainer = watched(base, every=100)
+    batch = make_batch(1)
+    assert trainer.check_before_publication().report is None
+    assert update(trainer, batch).self_check is None
+    digest = trainer.state_digest()
+    check = trainer.check_before_publication()
+    assert check.report is not None
+    assert not check.warnings
+    assert (trainer.window_state, trainer.state_digest()) == (WindowState.EMPTY, digest)
+    # The next update finds the same of these rollouts.
+    found = update(trainer, batch).self_check
+    assert found is not None
+    assert replace(found, seconds=0.0) == replace(check.report, seconds=0.0)
+    assert trainer.version == 2
+    assert trainer.check_before_publication().report is None
+
+
+def test_a_fault_is_found_before_a_version_that_is_asked_for(
+    base: FolderBase, monkeypatch: Patch
+) -> None:
+    trainer = watched(base, every=100, tokens=1000)
+    update(trainer, make_batch(50))
+    _packed_index_as_position(monkeypatch)
+    check = trainer.check_before_publication()
+    assert check.report is not None
+    assert check.report.exceeds_limits
+    assert [each.kind for each in check.warnings] == ["self_check_exceeded"]
 
 
 def test_the_same_version_samples_the_same_rollout(base: FolderBase) -> None:

@@ -1380,8 +1380,8 @@ class PhaseSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfCheckReport:
-    """One rollout of the batch, packed with others against alone, at every worker.self_check_every-
-    th version: what packing changes, which is rounding.
+    """One rollout of the batch, packed with others against alone, at version 1 and every
+    worker.self_check_every versions from there: what packing changes, which is rounding.
     """
 
     sequence: int = 0

@@ -1104,8 +1104,8 @@ Global___PhaseSeconds: _TypeAlias = PhaseSeconds  # noqa: Y015
 
 @_typing.final
 class SelfCheckReport(_message.Message):
-    """One rollout of the batch, packed with others against alone, at every worker.self_check_every-th
-    version: what packing changes, which is rounding.
+    """One rollout of the batch, packed with others against alone, at version 1 and every
+    worker.self_check_every versions from there: what packing changes, which is rounding.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

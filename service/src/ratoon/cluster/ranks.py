@@ -86,7 +86,6 @@ class RankActor:
         from ratoon.engine.worker.kernels import CompileCache, start_compiler
         from ratoon.shards.copies import Copies
         from ratoon.train.micro_batches import PassHooks
-        from ratoon.train.numerics import numerics_fingerprint
         from ratoon.train.ranks.rank import Rank
 
         started, device = time.perf_counter(), torch.device(spec.device)
@@ -95,11 +94,10 @@ class RankActor:
             start_compiler()
         set_copy_interface(meeting.host)
         Copies.join(meeting, number, device, node=_place()[0])
+        if device.type == "cuda":
+            CompileCache.of_device(self._compiled, spec.device)
         spec, model = self._load_model(spec)
         self._rank = Rank(spec, model, Copies.joined())
-        if device.type == "cuda":
-            backend = model.info().attention_backend
-            CompileCache(self._compiled, numerics_fingerprint(spec, backend))
         self._rank.hooks = PassHooks(on_progress=self._on_progress, is_cancelled=self._is_stopped)
         seconds = round(time.perf_counter() - started, 3)
         _LOG.info("rank loaded", rank=number, pid=os.getpid(), load_s=seconds)

@@ -124,15 +124,16 @@ class WorkerActor:
     def _create(self, spec: TrainerSpec) -> Trainer:
         from ratoon.engine.worker.kernels import CompileCache, start_compiler
 
-        if spec.device != "cpu":
+        # Nothing is compiled on a CPU.
+        on_gpu = spec.device != "cpu"
+        if on_gpu:
             # While weights are loaded; nothing is compiled before.
             start_compiler()
         with self._ranks.created(spec, self._place) as others:
-            trainer = self._create_trainer(spec, others, self._compiled)
-        # Nothing is compiled on a CPU.
-        if self._cache is None and spec.device != "cpu":
-            self._cache = CompileCache(self._compiled, trainer.fingerprint())
-        return trainer
+            if on_gpu and self._cache is None:
+                # Not before the others have joined, as it asks the GPU for its name.
+                self._cache = CompileCache.of_device(self._compiled, spec.device)
+            return self._create_trainer(spec, others, self._compiled)
 
     @ray.method(concurrency_group="control")
     def take(self, policy_id: str, key: str, max_tenants: int) -> bool:

@@ -90,6 +90,10 @@ class DecoderLayers:
         kept = self.kept if torch.is_grad_enabled() else None
         most = most_tokens(hidden_states.shape[1], kwargs.pop("ratoon_at_least", 0))
         if self._is_compiled:
+            if torch.is_grad_enabled() and not hidden_states.requires_grad:
+                # The first layer behind an embedding that is not trained: the graph of all others
+                # runs it, and makes a gradient that nobody reads, a few products of one layer.
+                hidden_states = hidden_states.detach().requires_grad_()
             rows = (hidden_states, kwargs["position_ids"], *kwargs["position_embeddings"])
             _mark_sizes(most, rows, kwargs["ratoon_tree"])
         # Everything that differs between layers is selected before compilation.

@@ -133,7 +133,8 @@ class PolicyModel:
         self._layers = self._take_layers(module, is_compiled=compile_layers)
         self.routes = RouteCounts(cast("Any", module).get_decoder().layers)
         if frozen is not None:
-            frozen.eval().requires_grad_(requires_grad=False)
+            # Its parameters stay as trained ones are, so that both run by the same compiled graphs.
+            frozen.eval()
             self._take_layers(frozen, is_compiled=compile_layers, is_frozen=True)
         self._device_bytes: int | None = None
         # Largest planned memory of a forward for its backward; the reader resets it.

@@ -50,12 +50,23 @@ def numerics_fingerprint(spec: TrainerSpec, attention_backend: str) -> dict[str,
         # By it stages keep more or less, and what they keep decides how operations are fused.
         "host_activation_bytes": str(spec.host_activation_bytes * (device.type == "cuda")),
         "deterministic": str(spec.deterministic).lower(),
+        "numpy": np.__version__,
+        **_versions(),
+    }
+
+
+def compiler_kind(device: torch.device) -> dict[str, str]:
+    """Names of what compiled code is for, whatever the model, the layout and the mode."""
+    return {"device_model": device_model(device), **_versions()}
+
+
+def _versions() -> dict[str, str]:
+    return {
         # A plain string: to read torch's own class, the engine would import torch.
         "torch": str(torch.__version__),
         "transformers": version("transformers"),
         "ratoon": version("ratoon"),
         "kernels": version("ratoon-kernels"),
-        "numpy": np.__version__,
     }
 
 

@@ -257,7 +257,9 @@ def forward_pass(
     best: list[Tensor] = []
     rows, clock = 0, DeviceClock(model.device)
     mask_J = prepared.batch.loss_mask
-    with torch.inference_mode():
+    # Not inference mode, for whose tensors layers would be compiled again: a reference within an
+    # update has others.
+    with torch.no_grad():
         for item in packed_micro_batches(model.device, prepared, mask_J, hooks):
             device_batch = to_device(
                 item.packed,

@@ -77,9 +77,15 @@ class SelfCheckOutcome:
     warnings: tuple[StepWarning, ...]
 
 
+NOT_CHECKED = SelfCheckOutcome(report=None, warnings=())
+
+
 def is_due(version: int, every: int) -> bool:
-    """Whether a forward-backward on `version` has a self-check; `every` 0: none ever has."""
-    return every > 0 and version % every == 0
+    """Whether a forward-backward on `version` has a self-check; `every` 0: none ever has.
+
+    Version 0 has none, unless all have one: a policy's first caller waits for compilers already.
+    """
+    return every > 0 and version % every == 1 % every
 
 
 def run_self_check(
@@ -101,7 +107,7 @@ def run_self_check(
     started = time.perf_counter()
     sequence = sample_rollout(prepared, seed)
     if sequence is None:
-        return SelfCheckOutcome(report=None, warnings=())
+        return NOT_CHECKED
     packed, alone = _packed_and_alone(prepared, sequence)
     (micro_batch,) = packed.plan.micro_batches
     hooks = PassHooks(on_progress=no_progress, is_cancelled=is_cancelled)

@@ -55,7 +55,7 @@ class TrainerSpec:
     optimizer_states: OptimizerStates | None = OptimizerStates.FP32
     # Pinned host memory for activations that fit a GPU neither as they are nor run again.
     host_activation_bytes: int = 0
-    # A self-check (`train.self_check`) at every version that this divides; 0: never.
+    # Versions from one self-check (`train.self_check`) to the next, the first at 1; 0: none.
     self_check_every: int = 0
     guard: NumericsGuard = DEFAULT_GUARD
     # Links in a model folder may lead to any place below this root; None: to no other folder.

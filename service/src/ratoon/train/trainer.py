@@ -67,7 +67,7 @@ from ratoon.train.ranks.rank import Rank
 from ratoon.train.rates import rates_of
 from ratoon.train.report import UsageMeter, forward_backward_report, forward_report, step_report
 from ratoon.train.rollout_figures import FoundRollouts
-from ratoon.train.self_check import SelfCheckOutcome, is_due, run_self_check
+from ratoon.train.self_check import NOT_CHECKED, SelfCheckOutcome, is_due, run_self_check
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.step_probe import probe_of
 from ratoon.train.verdicts import step_warnings
@@ -322,6 +322,16 @@ class Trainer:
         self.ranks.all(Rank.clear)
         self._window.clear()
 
+    def check_before_publication(self) -> SelfCheckOutcome:
+        """Run the self-check of a version that is to be published on request, where it is due and
+        no forward-backward has run it yet: on the rollouts of the last one, if there are any.
+
+        Changes nothing. A window that is open has had the check in its first forward-backward.
+        """
+        if self.found is None:
+            return NOT_CHECKED
+        return self._self_check(self.found.prepared, never_cancelled)
+
     def copy_weights(self) -> HeldWeights:
         """Copy the weights to the hosts; any thread may write the copy until the next call."""
         self.ranks.all(Rank.hold_weights)
@@ -527,14 +537,14 @@ class Trainer:
         return plan
 
     def _self_check(self, prepared: Prepared, is_cancelled: Callable[[], bool]) -> SelfCheckOutcome:
-        """Run the self-check of a due version's first forward-backward, in the empty sums."""
+        """Run the self-check of a due version, in the empty sums."""
         if not (self.is_window_empty and is_due(self.version, self.spec.self_check_every)):
-            return SelfCheckOutcome(report=None, warnings=())
+            return NOT_CHECKED
         with self.ranks.own.reading():
             return run_self_check(
                 self.model,
                 self.ranks.own.gradients,
-                prepared,
+                replace(prepared, version=self.version),
                 seed=self.spec.model.seed,
                 is_cancelled=is_cancelled,
             )

@@ -180,7 +180,7 @@ class Publisher(Awaited):
         is_under_way = version == self._version and self._state is not PublicationState.UNFINISHED
         if version == self.newest or is_under_way:
             return
-        await self._hold(version)
+        await self._hold(version, is_requested=True)
         self.begin()
         if version == self._stopped:
             await self._landed_well()
@@ -367,23 +367,27 @@ class Publisher(Awaited):
             case PublishKind.ON_REQUEST:
                 return False
 
-    async def _hold(self, version: int) -> RatoonError | None:
-        """Hold a version once the one before is published; returns why that cannot be."""
+    async def _hold(self, version: int, *, is_requested: bool = False) -> RatoonError | None:
+        """Hold a version once the one before is published; returns why that cannot be.
+
+        `is_requested`: a self-check that is due comes first, and its verdict is told.
+        """
         run, name = self._run, str(version)
         await self._landed_well()
         before = self._version, self._state
         self._version, self._state = version, PublicationState.HELD
         try:
             self._lost_workers.check(name)
-            await self._lost_workers.counted(
-                name, run.ports.worker.call(WorkerCore.hold, run.token, version)
-            )
+            call = run.ports.worker.call(WorkerCore.hold, run.token, version, is_requested)
+            verdict = await self._lost_workers.counted(name, call)
         except RatoonError as error:
             self._refuse(version, error)
             return error
         except BaseException:
             self._version, self._state = before
             raise
+        if verdict is not None:
+            run.send(telemetry.self_checked(run.policy_id, verdict))
         return None
 
     async def _landed_well(self) -> None:

@@ -26,6 +26,7 @@ from ratoon_proto.types import (
     OperationKind,
     OperationState,
     PhaseSeconds,
+    SelfCheckReport,
     StepReport,
     StepResult,
 )
@@ -191,12 +192,26 @@ def _batch_counts(policy_id: str, report: StepReport) -> list[Change]:
     changes += [metrics.DROPPED_SEQUENCES.sample(n, policy_id, of) for of, n in bad.items()]
     changes.append(metrics.MICRO_BATCHES.sample(report.num_micro_batches, policy_id))
     if (check := report.self_check) is not None:
-        outcome = "exceeded" if check.exceeds_limits else "within"
-        changes += [
-            metrics.SELF_CHECKS.sample(1, policy_id, outcome),
-            metrics.PHASE_SECONDS.sample(check.seconds, policy_id, "self_check"),
-        ]
+        changes += _self_check_counts(policy_id, check)
     return changes
+
+
+def self_checked(policy_id: str, check: SelfCheckReport) -> list[Change]:
+    """A self-check that came before a publication, and is in no operation's report."""
+    return [*_self_check_counts(policy_id, check), *_self_check_gauges(policy_id, check)]
+
+
+def _self_check_counts(policy_id: str, check: SelfCheckReport) -> list[Change]:
+    outcome = "exceeded" if check.exceeds_limits else "within"
+    return [
+        metrics.SELF_CHECKS.sample(1, policy_id, outcome),
+        metrics.PHASE_SECONDS.sample(check.seconds, policy_id, "self_check"),
+    ]
+
+
+def _self_check_gauges(policy_id: str, check: SelfCheckReport | None) -> Iterator[Change]:
+    for name, metric in metrics.SELF_CHECK_GAUGES.items():
+        yield metric.sample(None if check is None else getattr(check, name), policy_id)
 
 
 def _gauges(record: OperationRecord, report: StepReport) -> Iterator[Change]:
@@ -232,10 +247,9 @@ def _figures(policy_id: str, report: StepReport | None) -> Iterator[Change]:
 
 def _of_batch(policy_id: str, report: StepReport | None) -> Iterator[Change]:
     """What packing a batch saved and took, and its self-check; None: there is no batch."""
-    check = None if report is None else report.self_check
-    for source, gauges in ((report, metrics.BATCH_GAUGES), (check, metrics.SELF_CHECK_GAUGES)):
-        for name, metric in gauges.items():
-            yield metric.sample(None if source is None else getattr(source, name), policy_id)
+    for name, metric in metrics.BATCH_GAUGES.items():
+        yield metric.sample(None if report is None else getattr(report, name), policy_id)
+    yield from _self_check_gauges(policy_id, None if report is None else report.self_check)
 
 
 def _seconds(policy_id: str, seconds: PhaseSeconds) -> list[Change]:

@@ -1,7 +1,8 @@
 """Kernels of the workers' device: its backends, and compiled ones that outlive their process.
 
-Compiled kernels are in one folder per fingerprint. A worker holds a shared lock on its folder for
-as long as it lives, so the folder is never removed under it.
+Compiled kernels are in one folder per kind of device and versions: compilers name each by all that
+it is made of, so policies of any model and layout share what they have in common. A worker holds a
+shared lock on its folder for as long as it lives, so the folder is never removed under it.
 """
 
 from __future__ import annotations
@@ -31,12 +32,22 @@ class CompileCache:
     Before use it evicts the least recently used folders, until all have at most `max_bytes`.
     """
 
-    def __init__(self, root: Path, numerics: Mapping[str, str], max_bytes: int = MAX_BYTES) -> None:
-        self.folder = root / Numerics.of(numerics).digest
+    def __init__(self, root: Path, kind: Mapping[str, str], max_bytes: int = MAX_BYTES) -> None:
+        """`kind`: as of `numerics.compiler_kind`; processes of one kind share a folder."""
+        self.folder = root / Numerics.of(kind).digest
         os.close(_locked(self.folder))  # Marks it as the most recently used.
         _evict(root, max_bytes)
         self._lock = _locked(self.folder)
         set_compile_cache(self.folder)
+
+    @classmethod
+    def of_device(cls, root: Path, device: str) -> CompileCache:
+        """The cache for a device by torch's name of it; may begin CUDA."""
+        import torch
+
+        from ratoon.train.numerics import compiler_kind
+
+        return cls(root, compiler_kind(torch.device(device)))
 
     def close(self) -> None:
         """Allow others to remove the folder."""

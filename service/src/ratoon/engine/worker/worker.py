@@ -57,7 +57,7 @@ from ratoon.stream.manifest import MadeBy, WeightManifest
 from ratoon.stream.versions import announce_version, publish_version
 from ratoon.train.saved_state import AsOf
 from ratoon.train.spec import TrainerSpec
-from ratoon_proto.types import OperationState, Progress, StepResult, WeightKind
+from ratoon_proto.types import OperationState, Progress, SelfCheckReport, StepResult, WeightKind
 
 if TYPE_CHECKING:
     from ratoon.train.checkpoint import Snapshot
@@ -428,15 +428,20 @@ class WorkerCore:
             self._reach(CrashPoint.WORKER_AFTER_CHECKPOINT)
             return size_bytes
 
-    def hold(self, token: int, version: int) -> None:
+    def hold(
+        self, token: int, version: int, is_requested: bool = False
+    ) -> SelfCheckReport | None:
         """Copy the weights, which have this version, for `publish`.
 
-        The copy replaces an earlier one, once a publication under way is over. Raises `RatoonError`
-        and `WorkerLostError`.
+        The copy replaces an earlier one, once a publication under way is over. `is_requested`:
+        somebody asks for this version, so a self-check that is due and has not run yet comes first.
+        Returns its report, if it was due and had something to compare. Raises `RatoonError` and
+        `WorkerLostError`.
         """
         self.fence(token)
         runner = self._loaded()
         assert version == runner.version, "weights stand still while they are copied"
+        verdict = self._verdict(runner) if is_requested else None
         with self._held_lock:
             self._held = self._announced = self._published = None
             copy = self._guarded(runner, "hold", runner.trainer.copy_weights)
@@ -448,6 +453,14 @@ class WorkerCore:
                     seq=self._last_seq, state_digest=self._digest if self._takes_digests else ""
                 ),
             )
+
+        return verdict
+
+    def _verdict(self, runner: TaskRunner) -> SelfCheckReport | None:
+        check = self._guarded(runner, "self-check", runner.trainer.check_before_publication)
+        for warning in check.warnings:
+            _LOG.warning("self-check", policy_id=self._policy_id, reason=warning.message)
+        return check.report
 
     def announce(
         self, token: int, version: int, weights_root: str, created_at: float
