@@ -198,8 +198,6 @@ class LossKind(bases.WireEnum):
     GMPO = "gmpo"
     VALUE = "value"
     """No policy gradient: `value` alone, which trains a critic."""
-    ROOT = "root"
-    """The ratio's square root."""
 
 
 LossKindName = Literal[
@@ -217,7 +215,6 @@ LossKindName = Literal[
     "distillation",
     "gmpo",
     "value",
-    "root",
 ]
 
 
@@ -1706,8 +1703,6 @@ class StepReport(bases.StepReportMethods):
     return_mean: float | None = None
     explained_variance: float | None = None
     value_clip_fraction: float | None = None
-    positive_share: float | None = None
-    """Share of terms whose advantage is above 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -185,13 +185,6 @@ class RatioObjective(Objective):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RootObjective(Objective):
-    """The ratio's square root."""
-
-    has_clip: ClassVar[bool] = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobObjective(Objective):
     """The log-prob in place of a ratio."""
 
@@ -337,12 +330,6 @@ LOSSES: Mapping[LossKind, LossDefinition] = {
         objective=RatioObjective,
         token_weight=TokenWeight.PER_TOKEN,
         divide_by=DivideBy.NONE,
-        advantage=AdvantageKind.GROUP_MEAN_STD,
-    ),
-    LossKind.ROOT: LossDefinition(
-        objective=RootObjective,
-        token_weight=TokenWeight.PER_TOKEN,
-        divide_by=DivideBy.TOKENS,
         advantage=AdvantageKind.GROUP_MEAN_STD,
     ),
     LossKind.REINFORCE: LossDefinition(

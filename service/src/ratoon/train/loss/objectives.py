@@ -21,7 +21,6 @@ from ratoon.train.loss.kinds import (
     NoObjective,
     Objective,
     RatioObjective,
-    RootObjective,
     SapoObjective,
     SequenceClipObjective,
 )

@@ -134,7 +134,6 @@ class LossSums(Merged):
             "clamped_ratios": int(self.clamped_ratios),
             "clamped_kls": int(self.clamped_kls),
             "clamped_sampler_gaps": int(self.clamped_sampler_gaps),
-            "positive_share": mean(self.positive_terms, self.terms),
             "old_kl": mean(self.old_kl, self.old_terms),
             **self._ratio_figures(),
             "correction_masked_fraction": mean(self.correction_masked, self.corrected),
