@@ -134,6 +134,10 @@ QWEN3_1_7B = ModelSize(
     name="Qwen3-1.7B", num_layers=28, hidden_size=2048, num_heads=16, num_kv_heads=8, head_dim=128,
     intermediate_size=6144, vocab_size=151_936, ties_embeddings=True,
 )  # fmt: skip
+QWEN3_0_6B = ModelSize(
+    name="Qwen3-0.6B", num_layers=28, hidden_size=1024, num_heads=16, num_kv_heads=8, head_dim=128,
+    intermediate_size=3072, vocab_size=151_936, ties_embeddings=True,
+)  # fmt: skip
 # Scale for a CPU: it runs everything in seconds, and says nothing about speed.
 TINY = ModelSize(
     name="tiny", num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8,

@@ -6,9 +6,12 @@ import os
 import subprocess  # nosec B404 - of this Python
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from ratoon.engine.worker.kernels import CompileCache
@@ -75,6 +78,44 @@ def test_what_a_process_uses_is_never_removed(tmp_path: Path) -> None:
 def test_torchs_compiler_goes_there(tmp_path: Path) -> None:
     cache = CompileCache(tmp_path, TORCH_2)
     assert cache_dir() == str(cache.folder / "inductor")
+
+
+class _Trainer:
+    """What a cache asks of a trainer; it compiles nothing."""
+
+    def __init__(self, run_tokens: dict[int, int], *, num_workers: int = 1, name: str = "") -> None:
+        self.run_tokens, self.ahead = run_tokens, list[list[int]]()
+        self.spec = SimpleNamespace(num_workers=num_workers, host_key="")
+        self.graphs = lambda: {"config": name}
+        self.compile_ahead = self.ahead.append
+
+
+def test_later_processes_compile_ahead_what_earlier_ones_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same graphs, the last first; and not again while nothing new is compiled."""
+
+    def ahead(name: str = "", num_workers: int = 1) -> list[list[int]]:
+        trainer: Any = _Trainer({}, name=name, num_workers=num_workers)
+        CompileCache(tmp_path, TORCH_2).compile_ahead(trainer)
+        return trainer.ahead
+
+    def note(cache: CompileCache, run_tokens: dict[int, int], num_graphs: int) -> None:
+        monkeypatch.setitem(counters["stats"], "unique_graphs", num_graphs)
+        cache.note(cast("Any", _Trainer(run_tokens)))
+
+    assert ahead() == []
+    cache = CompileCache(tmp_path, TORCH_2)
+    note(cache, {4093: 900, 65521: 30_000}, 2)
+    assert ahead() == [[30_000, 900]]
+    note(cache, {4093: 1000}, 2)
+    assert ahead() == [[30_000, 900]]
+    note(cache, {4093: 1000}, 3)
+    assert ahead() == [[1000]]
+    assert ahead("another") == ahead(num_workers=2) == []
+    (file,) = (cache.folder / "tokens").iterdir()
+    file.write_bytes(b"damaged")
+    assert ahead() == []
 
 
 def test_a_compiler_that_was_started_is_imported_by_no_compilation() -> None:

@@ -209,7 +209,7 @@ class WorkerConfig(_Section):
     # Pinned host memory per policy, for activations that do not fit the GPU, those of streamed
     # prefixes first. Allocated on demand, and kept.
     host_activation_bytes: int = Field(default=0, ge=0)
-    # Versions from one self-check, which also runs a rollout alone, to the next, from 1 on; 0: none.
+    # Versions between two self-checks, the first at version 1; 0: none.
     self_check_every: int = Field(default=100, ge=0)
     # Policies with equal LoRA on one base that share a process and a GPU, which keeps room for all
     # of them from the first on; 1: each has its own.

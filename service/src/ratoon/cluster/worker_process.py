@@ -133,7 +133,10 @@ class WorkerActor:
             if on_gpu and self._cache is None:
                 # Not before the others have joined, as it asks the GPU for its name.
                 self._cache = CompileCache.of_device(self._compiled, spec.device)
-            return self._create_trainer(spec, others, self._compiled)
+            trainer = self._create_trainer(spec, others, self._compiled)
+        if self._cache is not None:
+            self._cache.compile_ahead(trainer)
+        return trainer
 
     @ray.method(concurrency_group="control")
     def take(self, policy_id: str, key: str, max_tenants: int) -> bool:
@@ -175,7 +178,12 @@ class WorkerActor:
     def compute(self, policy_id: str, call: MethodCall[object]) -> object:
         """Call a method of a policy's core on the compute thread."""
         self._host.collect()
-        return call.on(self._host.core(policy_id))
+        core = self._host.core(policy_id)
+        try:
+            return call.on(core)
+        finally:
+            if self._cache is not None:
+                self._cache.note(core.trainer)
 
     @ray.method(concurrency_group="control")
     def call_beside(self, policy_id: str, call: MethodCall[object]) -> object:

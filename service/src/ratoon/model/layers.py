@@ -63,6 +63,8 @@ class DecoderLayers:
         # Layer before whose backward the first AWAY layer is fetched.
         self.fetched_at: int | None = None
         self._is_compiled = is_compiled
+        if is_compiled:
+            configure_compiler()
         self._contexts = {kept: _selective(kept, wide_features, adapter_rank) for kept in Kept}
         self._contexts[Kept.HOST] = self._contexts[Kept.ATTENTION]
         self._contexts[Kept.AWAY] = self._contexts[Kept.PRODUCTS]
@@ -217,7 +219,7 @@ def _mark_sizes(most: int, rows: Iterable[Tensor], attention: PathAttention) -> 
 
 
 def configure_compiler() -> None:
-    """Set the options of torch's compiler that layers need, for the whole process."""
+    """Set the options of torch's compiler that layers need, in the context of this thread."""
     settings = cast("Any", torch._dynamo.config)
     # The limit covers each kind, for a whole forest or a stage, in each range of tokens.
     settings.recompile_limit = max(settings.recompile_limit, _MAX_GRAPHS)
@@ -227,7 +229,6 @@ def configure_compiler() -> None:
 
 
 def _compile(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    configure_compiler()
     # Both options decide by the number of tokens, but a graph is for a range of it.
     options: Any = {"triton.mix_order_reduction": False, "shape_padding": False}
     return torch.compile(run, fullgraph=True, options=options)

@@ -21,7 +21,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from itertools import count
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.model.folder import ModelFolder
+from ratoon.model.layers import most_tokens
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelInfo
 from ratoon.planner.device_costs import DeviceRates
@@ -71,6 +72,7 @@ from ratoon.train.self_check import NOT_CHECKED, SelfCheckOutcome, is_due, run_s
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.step_probe import probe_of
 from ratoon.train.verdicts import step_warnings
+from ratoon.train.warm_up import Compiling, few_rollouts
 from ratoon_proto.types import LogprobsOf, LossKind, Shard, StepReport
 
 
@@ -142,6 +144,10 @@ class Trainer:
         self._snapshot_numbers = count()
         # Snapshots that somebody has; the ranks hold their states until they are written.
         self._snapshots = WeakValueDictionary[int, Snapshot]()
+        # Tokens of the largest micro-batch that is run whole by each range of graphs, by the
+        # range; the range that was run last comes last.
+        self.run_tokens: dict[int, int] = {}
+        self._compiling: Compiling | None = None
 
     @classmethod
     def create(
@@ -185,6 +191,24 @@ class Trainer:
         other._lend(is_beside=True)
         other.ranks.are_created = True
         return other
+
+    def compile_ahead(self, tokens: Sequence[int]) -> None:
+        """Begin to compile what runs micro-batches of so many tokens on one device, one number
+        after the other, in a thread of its own.
+
+        The next call that needs the model or its gradients waits for what is being compiled then,
+        and no more is. A failure is logged: what is not compiled ahead is compiled in its turn.
+        """
+        assert self.ranks.size == 1
+        self.run_tokens = {most_tokens(num_tokens): num_tokens for num_tokens in tokens[::-1]}
+        run = partial(self.ranks.own.warm_up, few_rollouts())
+        self._compiling = Compiling([partial(run, num_tokens) for num_tokens in tokens])
+
+    def await_compiler(self, *, whole: bool = False) -> None:
+        """Wait for what is being compiled; with `whole`, for all that is to be."""
+        if self._compiling is not None:
+            self._compiling.end(whole=whole)
+            self._compiling = None
 
     def limit_activations(self) -> None:
         """Lend the GPU's free memory to activations; later plans stay within it.
@@ -269,6 +293,7 @@ class Trainer:
         Raises:
             RatoonError: CANCELLED, and what `GradientWindow.check` raises.
         """
+        self.await_compiler()
         assert prepared.version == self.version, "prepared on another version"
         self_check = self._self_check(prepared, is_cancelled)
         is_only = self.is_window_empty and prepared.plan.is_one_backward
@@ -279,6 +304,7 @@ class Trainer:
         totals = Totals.of_pass(prepared, done)
         self.found = FoundRollouts.of(prepared, done.tokens)
         self._window.complete(prepared, totals)
+        self._note_tokens(prepared.plan)
         return forward_backward_report(self.found, totals, done, self._meter, self_check)
 
     def optim_step(self, step: OptimStep) -> StepReport:
@@ -319,6 +345,7 @@ class Trainer:
 
     def discard_gradients(self) -> None:
         """Empty the window, TORN or not."""
+        self.await_compiler()
         self.ranks.all(Rank.clear)
         self._window.clear()
 
@@ -378,6 +405,7 @@ class Trainer:
             RatoonError: CANCELLED; INVALID_ARGUMENT without a reference; INTERNAL if the plan is of
                 another batch.
         """
+        self.await_compiler()
         hooks = PassHooks(on_progress=on_progress, is_cancelled=is_cancelled)
         ranks = self.ranks.run_pass(hooks, Rank.forward, prepared, use_reference=use_reference)
         columns = ForwardColumns.over(ranks)
@@ -468,6 +496,7 @@ class Trainer:
                 what was read is another than the checkpoint's.
         """
         manifest = read_manifest(folder, self.spec.kept_states, self.spec.model)
+        self.await_compiler()
         with self._discarding_staged():
             sums = self.ranks.all(Rank.read_states, str(folder), manifest)
             check_digest(folder, manifest, digest_of_sums(sums, manifest.num_steps))
@@ -496,6 +525,7 @@ class Trainer:
             RatoonError: WINDOW_OPEN; INVALID_ARGUMENT if a sum is not finite.
         """
         self._require_empty_window()
+        self.await_compiler()
         self.ranks.exchange_leader_value(Rank.take_values, weights.values)
         if adds:
             with self._discarding_staged():
@@ -521,6 +551,17 @@ class Trainer:
     def fingerprint(self) -> dict[str, str]:
         """Everything besides model, batch and plan that the bits depend on, by name."""
         return numerics_fingerprint(self.spec, self.info().attention_backend)
+
+    def graphs(self) -> dict[str, str]:
+        """What the graphs of the layers depend on, besides plans and versions, by name."""
+        spec = self.spec
+        return {
+            "attention_backend": self.info().attention_backend,
+            "config": self.model.config.to_json_string(use_diff=False),
+            "deterministic": str(spec.deterministic),
+            "dtype": spec.model.dtype.value,
+            "tuning": repr(spec.model.tuning),
+        }
 
     def state_digest(self) -> str:
         """Digest of weights, moments and step count, 32 hexadecimal digits; not of the window."""
@@ -548,6 +589,13 @@ class Trainer:
                 seed=self.spec.model.seed,
                 is_cancelled=is_cancelled,
             )
+
+    def _note_tokens(self, plan: UpdatePlan) -> None:
+        for each in plan.micro_batches if plan.sequence_ranks == 1 else ():
+            if not each.stages:
+                most = most_tokens(each.packed_tokens)
+                tokens = max(each.packed_tokens, self.run_tokens.pop(most, 0))
+                self.run_tokens[most] = tokens
 
     def _require_empty_window(self) -> None:
         if not self.is_window_empty:

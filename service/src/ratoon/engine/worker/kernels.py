@@ -10,19 +10,31 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ratoon.config import set_compile_cache
 from ratoon.engine.worker.tasks import Numerics
 from ratoon.log import get_logger
-from ratoon.stream.files import make_folder, remove_folder
+from ratoon.stream.files import (
+    DamagedFileError,
+    make_folder,
+    remove_folder,
+    seal_document,
+    unseal_document,
+    write_atomic,
+)
 from ratoon_proto.types import BackendInfo
+
+if TYPE_CHECKING:
+    from ratoon.train.trainer import Trainer
 
 MAX_BYTES = 8 * 2**30
 _LOCK = ".lock"
+_TOKENS = "tokens"
 _LOG = get_logger("kernels")
 
 
@@ -38,6 +50,7 @@ class CompileCache:
         os.close(_locked(self.folder))  # Marks it as the most recently used.
         _evict(root, max_bytes)
         self._lock = _locked(self.folder)
+        self._num_graphs = 0
         set_compile_cache(self.folder)
 
     @classmethod
@@ -48,6 +61,49 @@ class CompileCache:
         from ratoon.train.numerics import compiler_kind
 
         return cls(root, compiler_kind(torch.device(device)))
+
+    def compile_ahead(self, trainer: Trainer, tokens: Sequence[int] = ()) -> None:
+        """Begin to compile for a new trainer: for these numbers of tokens; none: for those that
+        earlier ones of its graphs have run, the last first. Ranks and tenants compile in turn."""
+        if trainer.spec.num_workers > 1 or trainer.spec.host_key:
+            return
+        tokens = tokens or self._earlier(trainer)[::-1]
+        if tokens:
+            trainer.compile_ahead(tokens)
+
+    def note(self, trainer: Trainer | None) -> None:
+        """Log what this process has compiled, if it is more than before, and write down for which
+        numbers of tokens, for `compile_ahead` of later processes.
+
+        `graphs` and `compile_s` are of the whole process, `found` those graphs that earlier
+        processes had compiled.
+        """
+        utils = import_module("torch._dynamo.utils")
+        num_graphs = utils.counters["stats"]["unique_graphs"]
+        if num_graphs <= self._num_graphs:
+            return
+        self._num_graphs = num_graphs
+        found = utils.counters["aot_autograd"]["autograd_cache_hit"]
+        seconds = round(utils.calculate_time_spent()["total_wall_time"], 3)
+        _LOG.info("layers compiled", graphs=num_graphs, found=found, compile_s=seconds)
+        if trainer is None or not trainer.run_tokens:
+            return
+        document = seal_document({"tokens": [*trainer.run_tokens.values()]})
+        try:
+            make_folder(self.folder / _TOKENS)
+            write_atomic(self._tokens_file(trainer), document)
+        except OSError:
+            _LOG.exception("numbers of tokens not written")
+
+    def _earlier(self, trainer: Trainer) -> list[int]:
+        try:
+            document = unseal_document(self._tokens_file(trainer).read_bytes())
+        except (OSError, DamagedFileError):
+            return []
+        return document["tokens"]
+
+    def _tokens_file(self, trainer: Trainer) -> Path:
+        return self.folder / _TOKENS / f"{Numerics.of(trainer.graphs()).digest}.json"
 
     def close(self) -> None:
         """Allow others to remove the folder."""

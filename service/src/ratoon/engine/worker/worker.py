@@ -428,9 +428,7 @@ class WorkerCore:
             self._reach(CrashPoint.WORKER_AFTER_CHECKPOINT)
             return size_bytes
 
-    def hold(
-        self, token: int, version: int, is_requested: bool = False
-    ) -> SelfCheckReport | None:
+    def hold(self, token: int, version: int, is_requested: bool = False) -> SelfCheckReport | None:
         """Copy the weights, which have this version, for `publish`.
 
         The copy replaces an earlier one, once a publication under way is over. `is_requested`:

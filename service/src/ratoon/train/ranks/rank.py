@@ -208,6 +208,23 @@ class Rank:
             own = prepared.of_rank(self.copies.rank)
             return forward_pass(self.model, own, hooks, group)
 
+    def warm_up(self, prepared: Prepared, num_tokens: int) -> None:
+        """Run `prepared` by the layers' graphs for `num_tokens`, as a window's only backward; the
+        sums must be empty, and are afterwards. Other ranks run nothing.
+
+        Raises what a forward-backward of so many tokens raises.
+        """
+        try:
+            with (
+                frozen_graphs(),
+                self._lending(self._only),
+                self.reading(),
+                self.model.run_as(num_tokens),
+            ):
+                forward_backward_pass(self.model, prepared, self.hooks)
+        finally:
+            self.gradients.clear()
+
     def clear(self) -> None:
         """Set the gradient sums to zero."""
         self.gradients.clear()
