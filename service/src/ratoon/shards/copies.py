@@ -175,8 +175,8 @@ class Copies:
         self.rank, self.size = rank, size
         self._group = group
 
-    # Of the last meeting that this process has joined: its device, the machines of the ranks, and
-    # lines to them.
+    # This process's device, the machines of the ranks, and lines to them, in the last meeting that
+    # it has joined.
     _device: ClassVar[torch.device] = torch.device("cpu")
     _machines: ClassVar[set[bytes]] = set()
     _lines: ClassVar[Lines] = Lines()
