@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import psutil
@@ -21,13 +22,15 @@ from ratoon.config import RatoonConfig, RayConfig, WorkerConfig
 from ratoon.engine.client import EngineClient
 from ratoon.engine.commands import Command
 from ratoon.engine.engine import Engine
+from ratoon.engine.files.paths import policy_paths
 from ratoon.engine.types import FailedResult, Operation, PolicySpec
 from ratoon.errors import ErrorCode
 from ratoon.model.spec import ModelDtype, PresetBase
 from ratoon.rollout.batch import RolloutBatch
-from ratoon_proto.types import OperationState, ParallelLayout, Recovery, Shard
+from ratoon.stream.versions import version_folder
+from ratoon_proto.types import ImportMode, OperationState, ParallelLayout, Recovery, Shard
 from tests.conftest import RayCluster
-from tests.engine.harness import PATIENCE_S, load, save, update
+from tests.engine.harness import PATIENCE_S, import_weights, load, save, update
 from tests.engine.ray_engine import SPEC, RayEngine, done, random_batch, submission
 from tests.until import until
 
@@ -192,7 +195,8 @@ def test_a_policy_without_memory_refuses_an_update_and_goes_on_once_there_is_som
         assert (await _created(client, spec)).state is OperationState.DONE
         processes = _processes()
         with holder.holding(8, 1):
-            _check_memory_is_told(await run(client, update(0), large, _TOLD_S), 1)
+            # The other rank compiles meanwhile, and looks up between micro-batches.
+            _check_memory_is_told(await run(client, update(0), large, PATIENCE_S), 1)
         with holder.holding(8, 0, 1):
             # The copy of the state and its file take the hosts' memory alone.
             saved = await run(client, save("before"), None, _TOLD_S)
@@ -200,13 +204,15 @@ def test_a_policy_without_memory_refuses_an_update_and_goes_on_once_there_is_som
         first = await run(client, update(0), small, PATIENCE_S)
         assert first.state is OperationState.DONE
         assert (await client.call(Engine.weight_manifest, "late", None)).version == 1
+        paths = policy_paths(engine.config.data_root, "late")
+        shutil.copytree(version_folder(paths.weights, 1), paths.models_root / "one")
+        again = load("before"), update(0), import_weights(0, folder="one", mode=ImportMode.FULL)
         with holder.holding(8, 0, 1):
-            again = await run(client, load("before"), None, _TOLD_S)
-            if again.state is OperationState.FAILED:
-                _check_memory_is_told(again, 0, 1)
-            once_more = await run(client, update(0), small, _TOLD_S)
-            if once_more.state is OperationState.FAILED:
-                _check_memory_is_told(once_more, 0, 1)
+            for command, batch in zip(again, (None, small, None), strict=True):
+                ended = await run(client, command, batch, _TOLD_S)
+                # What torch keeps of an earlier call may be enough for a later one.
+                if ended.state is OperationState.FAILED:
+                    _check_memory_is_told(ended, 0, 1)
         last = await run(client, update(0), large, PATIENCE_S)
         assert last.state is OperationState.DONE
         assert processes <= _processes(), "nothing was replaced"
@@ -224,7 +230,8 @@ def _processes() -> set[int]:
     """Workers and ranks of this test session's Ray."""
     found: set[int] = set()
     for child in psutil.Process().children(recursive=True):
-        line = " ".join(child.cmdline()) if child.is_running() else ""
-        if "ray::WorkerActor" in line or "ray::RankActor" in line:
-            found.add(child.pid)
+        with suppress(psutil.NoSuchProcess):
+            line = " ".join(child.cmdline())
+            if "ray::WorkerActor" in line or "ray::RankActor" in line:
+                found.add(child.pid)
     return found

@@ -22,7 +22,7 @@ from ratoon.engine.commands import Command
 from ratoon.engine.engine import Engine
 from ratoon.engine.files.paths import policy_paths
 from ratoon.engine.settings import EngineSettings
-from ratoon.engine.types import FailedResult, Operation
+from ratoon.engine.types import FailedResult, Operation, version_of
 from ratoon.errors import ErrorCode
 from ratoon.model.spec import PresetBase
 from ratoon.stream.versions import version_folder
@@ -132,9 +132,9 @@ class Bench:
     async def run(self, command: Command) -> None:
         await self.done(await self.begin(command))
 
-    async def weights(self) -> str:
-        """Digest of the newest version."""
-        manifest = await self.engine.weight_manifest(self.layout, None)
+    async def weights(self, version: int | None = None) -> str:
+        """Digest of a version; None: the newest."""
+        manifest = await self.engine.weight_manifest(self.layout, version)
         (digest,) = (f.digest for f in manifest.files if f.name == "model.safetensors")
         return digest
 
@@ -242,7 +242,7 @@ async def test_a_version_that_a_rank_has_no_memory_for_is_written_for_who_asks(
     ended, took_s = await bench.without_memory(step, rank, command)
     assert ended.state is OperationState.DONE, ended
     assert took_s < _TOLD_S
-    assert await bench.weights() == bench.stepped
+    assert await bench.weights(version_of(ended.result)) == bench.stepped
     assert not [*bench.traps.iterdir()], "the first try failed"
     assert processes_of_ranks() == before
 
@@ -250,6 +250,8 @@ async def test_a_version_that_a_rank_has_no_memory_for_is_written_for_who_asks(
 @pytest.mark.more
 async def test_a_call_for_which_there_is_never_memory_fails_with_the_reason(bench: Bench) -> None:
     await bench.take("weights")
+    # A new worker runs nothing again before the call.
+    await bench.run(_SAVE)
     failed, _ = await bench.without_memory("step", 1, _UPDATE, 4)
     assert isinstance(failed.result, FailedResult)
     error = failed.result.error

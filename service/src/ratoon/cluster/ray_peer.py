@@ -149,7 +149,9 @@ class Watch:
             steps = [peer.step() for peer in peers]
             if (steps, self.has_joined) != before or self._may_read(steps):
                 before, since = (steps, self.has_joined), time.monotonic()
-            if failure is None and time.monotonic() - since > BEHIND_S:
+            # Copies have a bound of their own, each.
+            is_behind = self._is_creation and time.monotonic() - since > BEHIND_S
+            if failure is None and is_behind:
                 failure = WorkerLostError(self._behind(steps))
             if failure is not None:
                 self._fail(self._reason(failure))

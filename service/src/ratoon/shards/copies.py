@@ -182,8 +182,8 @@ class Copies:
         self.rank, self.size = rank, size
         self._group = group
 
-    # Of the last meeting that this process has joined: its device, the ranks of each node, and lines
-    # to them.
+    # This process's device, the ranks of each node, and lines to them, in the last meeting that it
+    # has joined.
     _device: ClassVar[torch.device] = torch.device("cpu")
     _nodes: ClassVar[list[list[int]]] = []
     _lines: ClassVar[Lines] = Lines()

@@ -58,8 +58,8 @@ class Peer(Protocol):
 class Others:
     """The ranks from 1 on.
 
-    `name`: rank 0's, in messages. `watched`: a context in which all ranks run what they wait for
-    one another in. If one of them fails there, all others are ended, and it raises why, as an error
+    `name`: rank 0's, in messages. `watched`: a context for methods in which ranks wait for one
+    another. If a rank fails inside, all others are ended, and the context raises why, as an error
     that loses the worker.
     """
 
@@ -99,12 +99,13 @@ class RankGroup:
     def exchange(
         self, method: Callable[Concatenate[Rank, P], T], *args: P.args, **options: P.kwargs
     ) -> list[T]:
-        """Like `all`, for a method in which ranks copy from one another, without a word before.
+        """Like `all`, for a method in which ranks copy from one another.
 
         The first rank that fails ends the group, as others wait for it and may have changed what
         they hold: see `Others.watched` for what is raised then.
         """
-        return self._exchange(*[MethodCall.of(method, *args, **options)] * 2)
+        call = MethodCall.of(method, *args, **options)
+        return self._exchange(call, call)
 
     def exchange_leader_value(
         self,
