@@ -52,7 +52,9 @@ GIB = 2**30
 GPUS = {"24 GB": 23.5, "48 GB": 44.0, "80 GB": 79.0, "141 GB": 139.5}
 LORA_RANK = 32
 # Several of a kind, for models that one is not enough for.
-RANKS = (2, 4, 8)
+RANKS = (2, 4, 8, 16)
+# GPUs of a node, over which weights are shared.
+NODE = 8
 RANKS_GPUS = ("80 GB", "141 GB")
 RANKS_MODELS = (
     *("Qwen3-8B", "Qwen3-14B", "Qwen3-32B", "Qwen3-30B-A3B"),
@@ -107,7 +109,11 @@ def table() -> list[str]:
     for name, config in MODELS.items():
         for kept, cells in _rows(config):
             lines.append(f"| {name} | {kept} | {' | '.join(cells)} |")
-    heads = [f"{count} x {gpu}" for gpu in RANKS_GPUS for count in RANKS]
+    heads = [
+        f"{count} x {gpu}" if count <= NODE else f"{count // NODE} x {NODE} x {gpu}"
+        for gpu in RANKS_GPUS
+        for count in RANKS
+    ]
     lines += ["", "Several GPUs, by what they shard:", ""]
     lines += ["| model | shard | " + " | ".join(heads) + " |", "|---|---|" + "---:|" * len(heads)]
     for name in RANKS_MODELS:
@@ -121,7 +127,14 @@ def _rows_of_ranks(module: PreTrainedModel) -> Iterator[tuple[str, list[str]]]:
     trained, sizes = _trained(module), decoder_sizes(module)
     layers = names_by_layer(module, trained)
     weights = {
-        count: {each: placed_bytes(module, count if each is Shard.WEIGHTS else 1) for each in Shard}
+        count: {
+            each: placed_bytes(
+                module,
+                min(count, NODE) if each is Shard.WEIGHTS else 1,
+                num_nodes=max(1, count // NODE),
+            )
+            for each in Shard
+        }
         for count in RANKS
     }
 

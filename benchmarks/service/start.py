@@ -127,7 +127,8 @@ def _policy(
     plan: Plan, client: RatoonClient, kind: str, seed: int, log: Path, logged: int
 ) -> dict[str, Any]:
     """A policy's creation and its first two updates, the second of which has the self-check."""
-    options = {"model_folder": MODEL, "dtype": plan.dtype, "seed": seed, "recovery": "replay"}
+    options: dict[str, Any] = {"model_folder": MODEL, "dtype": plan.dtype, "seed": seed}
+    options["recovery"] = "replay"
     begin = time.monotonic()
     client.create_policy(POLICY, **(options | KINDS[kind])).result(PATIENCE_S)
     create_s = time.monotonic() - begin

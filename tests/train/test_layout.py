@@ -109,6 +109,28 @@ def test_a_refusal_has_the_bytes_of_each_layout() -> None:
         choose_layout(parameters, layers, held, _TOTAL, num_ranks=2)
 
 
+def test_a_refusal_has_the_ranks_that_would_do() -> None:
+    parameters, layers = _model(1 << 25)
+    held = dict.fromkeys(Shard, 2 * _TOTAL)
+    asked: list[tuple[int, int]] = []
+
+    def refusal(needed: dict[tuple[int, int], int]) -> str:
+        def bytes_of_more(num_ranks: int, num_nodes: int) -> int:
+            asked.append((num_ranks, num_nodes))
+            return needed.get((num_ranks, num_nodes), _TOTAL)
+
+        with pytest.raises(RatoonError) as caught:
+            choose_layout(
+                parameters, layers, held, _TOTAL, num_ranks=4, bytes_of_more=bytes_of_more
+            )
+        return caught.value.message.partition("by name")[2]
+
+    assert refusal({(8, 1): 7}) == "; 8 ranks on one node, with shard weights, would need 7 each"
+    assert refusal({(32, 4): 7}) == "; 32 ranks on 4 nodes, with shard weights, would need 7 each"
+    assert refusal({}) == "; 128 ranks would not do either"
+    assert asked[-5:] == [(8, 1), (16, 2), (32, 4), (64, 8), (128, 16)]
+
+
 _LORA = LoraTuning(rank=2, alpha=4.0)
 
 
@@ -156,7 +178,7 @@ def test_what_is_left_open_is_as_little_as_there_is_room_for(
 ) -> None:
     """`small`: bytes of a GPU for which the weights of a whole model are too many."""
     spec = _spec(PresetBase(name=preset), tuning)
-    monkeypatch.setattr(Copies, "nodes", lambda: [[0, 1, 2]])
+    monkeypatch.setattr(Copies, "nodes", lambda _: [[0, 1, 2]])
     for total, expected in ((10 * small, Shard.STATES), (small, Shard.WEIGHTS)):
         monkeypatch.setattr("ratoon.train.ranks.layout.total_bytes", lambda _, total=total: total)
         chosen, model = load(spec)
@@ -164,8 +186,10 @@ def test_what_is_left_open_is_as_little_as_there_is_room_for(
         assert (model.shards is not None) == (expected is Shard.WEIGHTS)
         assert chosen.num_nodes == (expected is Shard.WEIGHTS)
     # Ranks of several nodes read no weights of one another.
-    monkeypatch.setattr(Copies, "nodes", lambda: [[0], [1], [2]])
+    monkeypatch.setattr(Copies, "nodes", lambda _: [[0], [1], [2]])
     with pytest.raises(RatoonError) as caught:
         load(spec)
     assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
     assert "weights bf16" not in caught.value.message
+    # What would do is what ranks of one node have taken above.
+    assert "; 4 ranks on one node, with shard weights, would need " in caught.value.message

@@ -91,7 +91,7 @@ def test_an_adapter_over_a_base_that_every_node_has_is_that_of_one_rank(base: Fo
 def test_weights_are_shared_by_as_many_neighbours_on_each_node(
     base: FolderBase, monkeypatch: pytest.MonkeyPatch, nodes: list[list[int]]
 ) -> None:
-    monkeypatch.setattr(Copies, "nodes", lambda: nodes)
+    monkeypatch.setattr(Copies, "nodes", lambda _: nodes)
     parallel = ParallelLayout(num_workers=sum(map(len, nodes)), shard=Shard.WEIGHTS)
     sizes = ", ".join(str(len(ranks)) for ranks in nodes)
     with pytest.raises(RatoonError, match=f"this policy have {sizes}$") as caught:

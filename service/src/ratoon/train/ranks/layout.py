@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.model.loader import placed_bytes, read_model
+from ratoon.model.loader import HostModel, placed_bytes, read_model
 from ratoon.model.policy_model import (
     PolicyModel,
     muon_matrices,
@@ -43,6 +43,8 @@ from ratoon_proto.types import Shard
 Layout = tuple[OptimizerStates, Shard]
 # Fraction of a GPU left to activations, where moments of 32 and of 8 bits are to choose from.
 _ACTIVATION_SHARE = 0.25
+# Numbers of ranks that a refusal looks at, and how many of them a node is assumed to have.
+_RANKS, _GPUS_OF_A_NODE = (2, 4, 8, 16, 32, 64, 128), 8
 
 
 def load(spec: TrainerSpec) -> tuple[TrainerSpec, PolicyModel]:
@@ -68,9 +70,10 @@ def load(spec: TrainerSpec) -> tuple[TrainerSpec, PolicyModel]:
     trained = trained_parameters(read.module, read.adapter)
     check_patterns("spec.optimizer.groups", spec.optimizer.groups, trained)
     matrices = muon_matrices(spec.optimizer, read.module, trained)
+    layers = [] if read.adapter is not None else names_by_layer(read.module, trained)
     states, shard = choose_layout(
         trained,
-        [] if read.adapter is not None else names_by_layer(read.module, trained),
+        layers,
         {
             shard: placed_bytes(read.module, ranks, read.num_copies, matrices, num_nodes)
             for shard, ranks in sharing.items()
@@ -80,6 +83,7 @@ def load(spec: TrainerSpec) -> tuple[TrainerSpec, PolicyModel]:
         num_tenants=spec.max_tenants,
         states=spec.optimizer_states,
         matrices=matrices,
+        bytes_of_more=partial(_bytes_of_more, spec, read, trained, layers, matrices),
     )
     model = read.place(
         device,
@@ -106,6 +110,8 @@ def _possible_shards(spec: TrainerSpec, place: Copies, *, has_adapter: bool) -> 
     if spec.num_workers == 1:
         return [Shard.STATES]
     named = spec.parallel.shard
+    if named not in (None, Shard.WEIGHTS):
+        return [named]
     can_read = _can_share_weights(spec, place)
     if named is Shard.WEIGHTS and not can_read:
         sizes = ", ".join(str(len(ranks)) for ranks in place.nodes())
@@ -142,6 +148,22 @@ def _can_share_weights(spec: TrainerSpec, place: Copies) -> bool:
     return can_read and all(heard.get(rank) == 1 for rank in others)
 
 
+def _bytes_of_more(
+    spec: TrainerSpec,
+    read: HostModel,
+    trained: Mapping[str, Tensor],
+    layers: Sequence[Collection[str]],
+    matrices: Matrices,
+    num_ranks: int,
+    num_nodes: int,
+) -> int:
+    """Bytes of a device's weights, gradients and masters if so many ranks shared the weights."""
+    num_sharing, copies = num_ranks // num_nodes, read.num_copies
+    kind = spec.optimizer_states or OptimizerStates.BF16_SPLIT_8BIT
+    held = placed_bytes(read.module, num_sharing, copies, matrices, num_nodes)
+    return held + needed_bytes(trained, kind, num_ranks, Shard.WEIGHTS, layers, matrices)
+
+
 def choose_layout(
     parameters: Mapping[str, Tensor],
     layers: Sequence[Collection[str]],
@@ -152,6 +174,7 @@ def choose_layout(
     num_tenants: int = 1,
     states: OptimizerStates | None = None,
     matrices: Matrices = NO_MATRICES,
+    bytes_of_more: Callable[[int, int], int] | None = None,
 ) -> Layout:
     """Choose the optimizer states (unless `states` names them) and what the ranks divide.
 
@@ -161,7 +184,8 @@ def choose_layout(
 
     `parameters`: those that are trained, by each of `num_tenants`. `weight_bytes`: bytes of the
     weights on a GPU that has `total` bytes, by what is divided, least first. `layers`: the names of
-    each decoder layer's trained parameters. `matrices`: those that Muon steps.
+    each decoder layer's trained parameters. `matrices`: those that Muon steps. `bytes_of_more`: the
+    bytes of a GPU by ranks that share weights and their nodes, for the refusal.
 
     Raises RESOURCE_EXHAUSTED where nothing fits.
     """
@@ -190,11 +214,23 @@ def choose_layout(
         ErrorCode.RESOURCE_EXHAUSTED,
         f"optimizer_states: weights, gradients and masters need {taken[fewest]} bytes, the GPU has "
         f"{free_bytes(total, 0)} (bytes by what {num_ranks} ranks share out: {each}); bf16_8bit, "
-        f"which keeps no masters, would need {least} and has to be asked for by name",
+        f"which keeps no masters, would need {least} and has to be asked for by name"
+        f"{_enough(num_ranks, total, bytes_of_more) if bytes_of_more else ''}",
         field="optimizer_states",
         got=str(taken[fewest]),
         expected=f"at most {free_bytes(total, 0)}",
     )
+
+
+def _enough(num_ranks: int, total: int, bytes_of: Callable[[int, int], int]) -> str:
+    """The fewest ranks, of nodes of eight GPUs, that would do if they shared weights, in words."""
+    more = [count for count in _RANKS if count > num_ranks]
+    for count in more:
+        nodes = max(1, count // _GPUS_OF_A_NODE)
+        if free_bytes(total, num_bytes := bytes_of(count, nodes)) >= 0:
+            where = "one node" if nodes == 1 else f"{nodes} nodes"
+            return f"; {count} ranks on {where}, with shard weights, would need {num_bytes} each"
+    return f"; {more[-1]} ranks would not do either" if more else ""
 
 
 def needed_bytes(
