@@ -233,6 +233,7 @@ def policy_message(policy: Policy, models_root: Path) -> wire.Policy:
             "num_experts",
             "experts_per_token",
             "uses_gpu",
+            "num_nodes",
             "sliding_window",
             "media_tokens",
         )
