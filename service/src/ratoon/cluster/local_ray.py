@@ -26,7 +26,6 @@ from typing import Any, NoReturn, TextIO
 import ray
 
 from ratoon.auth.keys import access_folder, make_access_folder
-from ratoon.cluster.placement import worker_device
 from ratoon.cluster.ray_private import (
     SESSION_LATEST,
     LocalRay,
@@ -35,7 +34,6 @@ from ratoon.cluster.ray_private import (
     on_loopback,
 )
 from ratoon.config import RatoonConfig, is_loopback, is_ray_open, ray_token_file
-from ratoon.engine.settings import EngineSettings
 from ratoon.errors import invalid
 from ratoon.log import ShownLogs, copied_event, get_logger, ray_level
 from ratoon.stream.files import fsync_folder, temporary_name, write_atomic
@@ -101,8 +99,7 @@ def _start_ray(config: RatoonConfig, options: dict[str, Any], shown: ShownLogs) 
         try:
             options |= {"logging_level": level}
             ray.init(address=local.address, log_to_driver=False, **options)
-            if worker_device(EngineSettings.from_config(config)) == "cpu":
-                local.start_forks()
+            local.start_forks()
         except BaseException:
             leave_ray()
             raise

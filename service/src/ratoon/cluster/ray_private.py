@@ -111,7 +111,7 @@ class LocalRay:
         self._forks: subprocess.Popen[bytes] | None = None
 
     def start_forks(self) -> None:
-        """Start the server of which workers on CPUs are forks. On macOS they are none."""
+        """Start the server of which workers are forks. On macOS they are none."""
         if sys.platform == "linux":
             self._forks = worker_start.start_server(self.session_folder)
 
