@@ -1,5 +1,6 @@
 """Triton kernels that find changed words, to the bits of `changed_words.find_changes`.
 
+Changed words are bits of a group of 32: what is scanned and compared is a group, not a word.
 Imported where there is a GPU: triton comes with torch's CUDA wheels alone. Tiles count their
 changed words, a program a run finds from these where each tile's planes begin, and tiles write
 them. The host waits once, before they are written, for how many there are.
@@ -35,7 +36,9 @@ def find_changes(before: Tensor, after: Tensor, run_words: int, most_changed: in
     places = torch.empty(3, num_tiles, dtype=torch.int32, device=device)
     runs = torch.empty(2, num_runs, dtype=torch.int32, device=device)
     count, place, write = _kernels()
-    count[(num_tiles,)](before, after, tiles, num_words, num_tiles, TILE=_TILE, num_warps=_WARPS)
+    count[(num_tiles,)](
+        before, after, tiles, num_words, num_tiles, GROUPS=_TILE // 32, num_warps=_WARPS
+    )
     place[(num_runs,)](
         tiles, places, runs, num_words, num_tiles, num_runs, TILE=_TILE, TILES=tiles_each
     )
@@ -86,29 +89,59 @@ def _escapes(gap, is_long):
 
 
 @triton.jit
-def _changes(before, after, start, num_words, TILE: tl.constexpr):
-    """Which words of a tile have changed, and the changed word before each; -1: none in the
-    tile."""
-    place = tl.arange(0, TILE)
-    is_there = start + place < num_words
-    old = tl.load(before + start + place, mask=is_there, other=0)
-    new = tl.load(after + start + place, mask=is_there, other=0)
-    has_one = is_there & (place > 0)
-    old_before = tl.load(before + start + place - 1, mask=has_one, other=0)
-    new_before = tl.load(after + start + place - 1, mask=has_one, other=0)
-    marks = tl.where(old_before != new_before, place - 1, -1)
-    return old, new, old != new, tl.associative_scan(marks, 0, _max)
+def _popcount(x):
+    """Bits that are set in each uint32."""
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24).to(tl.int32)
 
 
 @triton.jit
-def _count(before, after, tiles, num_words, num_tiles, TILE: tl.constexpr):
+def _lowest(x):
+    """The lowest bit that is set in each uint32 that is not 0."""
+    return _popcount((x ^ (x - 1)) >> 1)
+
+
+@triton.jit
+def _highest(x):
+    """The highest bit that is set in each uint32; -1: none."""
+    x = x | (x >> 1)
+    x = x | (x >> 2)
+    x = x | (x >> 4)
+    x = x | (x >> 8)
+    x = x | (x >> 16)
+    return _popcount(x) - 1
+
+
+@triton.jit
+def _changes(before, after, start, num_words, GROUPS: tl.constexpr):
+    """Words of a tile before and after, [GROUPS, 32], and of each group the changed words as bits,
+    the first and the last of them as places in the tile, and the last one of earlier groups; -1:
+    none."""
+    group, bit = tl.arange(0, GROUPS), tl.arange(0, 32)
+    place = start + group[:, None] * 32 + bit[None, :]
+    is_there = place < num_words
+    old = tl.load(before + place, mask=is_there, other=0)
+    new = tl.load(after + place, mask=is_there, other=0)
+    changed = tl.sum((old != new).to(tl.int32) << bit[None, :], axis=1).to(tl.uint32)
+    first = tl.where(changed != 0, group * 32 + _lowest(changed), -1)
+    last = tl.where(changed != 0, group * 32 + _highest(changed), -1)
+    is_earlier = group[None, :] < group[:, None]
+    previous = tl.max(tl.where(is_earlier, last[None, :], -1), axis=1)
+    return old, new, changed, first, last, previous
+
+
+@triton.jit
+def _count(before, after, tiles, num_words, num_tiles, GROUPS: tl.constexpr):
     tile = tl.program_id(0)
-    place = tl.arange(0, TILE)
-    _, _, is_changed, previous = _changes(before, after, tile.to(tl.int64) * TILE, num_words, TILE)
-    gap = tl.where(is_changed & (previous >= 0), place - previous - 1, 0)
-    tl.store(tiles + tile, tl.sum(is_changed.to(tl.int32)))
-    tl.store(tiles + num_tiles + tile, tl.min(tl.where(is_changed, place, TILE)))
-    tl.store(tiles + 2 * num_tiles + tile, tl.max(tl.where(is_changed, place, -1)))
+    start = tile.to(tl.int64) * (GROUPS * 32)
+    _, _, changed, first, last, previous = _changes(before, after, start, num_words, GROUPS)
+    gap = tl.where((first >= 0) & (previous >= 0), first - previous - 1, 0)
+    tl.store(tiles + tile, tl.sum(_popcount(changed)))
+    tl.store(tiles + num_tiles + tile, tl.min(tl.where(first >= 0, first, GROUPS * 32)))
+    tl.store(tiles + 2 * num_tiles + tile, tl.max(last))
+    # Within a group there are none.
     tl.store(tiles + 3 * num_tiles + tile, tl.sum(gap // _SHORT_ESCAPE))
 
 
@@ -161,32 +194,40 @@ def _write(
 ):
     tile = tl.program_id(0)
     run = tile // TILES
-    place = tl.arange(0, TILE)
     start = tile.to(tl.int64) * TILE
-    old, new, is_changed, previous = _changes(before, after, start, num_words, TILE)
+    old, new, changed, first, _, previous = _changes(before, after, start, num_words, TILE // 32)
 
     # What the runs before this one have, and whether this one has long gaps.
     number = tl.arange(0, RUNS)
     is_earlier = number < run
-    first = tl.sum(tl.load(runs + number, mask=is_earlier, other=0))
-    first_digit = tl.sum(tl.load(runs + num_runs + number, mask=is_earlier, other=0))
-    first += tl.load(places + tile)
-    first_digit += tl.load(places + num_tiles + tile)
+    index = tl.sum(tl.load(runs + number, mask=is_earlier, other=0))
+    digit = tl.sum(tl.load(runs + num_runs + number, mask=is_earlier, other=0))
+    index += tl.load(places + tile)
+    digit += tl.load(places + num_tiles + tile)
     run_words = tl.minimum(num_words - run.to(tl.int64) * TILES * TILE, TILES * TILE)
     is_long = tl.load(runs + run) * _LONG_GAP <= run_words
 
+    # Only the first gap of a group may have escapes, before all of its digits.
     in_run = (tile % TILES) * TILE
     last = tl.load(places + 2 * num_tiles + tile)
-    gap = in_run + place - tl.where(previous >= 0, in_run + previous, last) - 1
-    num_escapes = tl.where(is_changed, _escapes(gap, is_long), 0)
-    own = is_changed.to(tl.int32)
-    end = first_digit + tl.cumsum(own + num_escapes, 0) - 1
+    gap = in_run + first - tl.where(previous >= 0, in_run + previous, last) - 1
+    num_escapes = tl.where(first >= 0, _escapes(gap, is_long), 0)
     rest = gap - num_escapes * tl.where(is_long, _LONG_ESCAPE, _SHORT_ESCAPE)
-    tl.store(digits + end, (rest & 255).to(tl.uint8), mask=is_changed)
-    high = digits + num_digits.to(tl.int64) + end
+    count = _popcount(changed)
+    index += tl.cumsum(count, 0) - count
+    digit += tl.cumsum(count + num_escapes, 0) - count
+
+    bit = tl.arange(0, 32)
+    earlier = changed[:, None] & ((1 << bit) - 1).to(tl.uint32)[None, :]
+    rank = _popcount(earlier)
+    rest = tl.where(rank == 0, rest[:, None], bit[None, :] - _highest(earlier) - 1)
+    is_changed = old != new
+    digit = digit[:, None] + rank
+    tl.store(digits + digit, (rest & 255).to(tl.uint8), mask=is_changed)
+    high = digits + num_digits.to(tl.int64) + digit
     tl.store(high, ((rest >> 8) & 255).to(tl.uint8), mask=is_changed)
 
-    index = (first + tl.cumsum(own, 0) - 1).to(tl.int64)
+    index = (index[:, None] + rank).to(tl.int64)
     if WORD_BYTES == 2:
         difference = ((new.to(tl.int32) - old.to(tl.int32)) << 16) >> 16
     else:

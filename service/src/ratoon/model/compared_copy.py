@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from queue import Queue
 from typing import Any, cast
@@ -36,6 +37,8 @@ from ratoon.model.delta_runs import (
 _LOG = get_logger("weights")
 # Runs of a chunk: few launches, and few bytes of the device.
 CHUNK_RUNS = 16
+# Chunks of either version on the device: the link loads one while the host launches for another.
+_SLOTS = 3
 # A chunk of which more has changed is not compared, and the delta is left to files: a delta of a
 # larger share is hardly smaller than they are.
 _MOST_CHANGED = 8
@@ -80,7 +83,6 @@ class Chunk:
     first: int
     num_words: int
     pieces: tuple[Piece, ...]
-    is_last: bool
 
 
 class CopyStreams:
@@ -121,7 +123,10 @@ class ComparedCopy:
         has them."""
         self._chunks, self._read, self._dtype, self._streams = chunks, read, dtype, streams
         self._values = {name: value.view(-1) for name, value in values.items()}
-        self._arrivals: dict[str, Future[Event]] = {c.file.name: Future() for c in chunks}
+        # By file, of each of its chunks.
+        self._arrivals: dict[str, list[Future[Event]]] = {c.file.name: [] for c in chunks}
+        for chunk in chunks:
+            self._arrivals[chunk.file.name].append(Future())
         # What compresses each chunk's runs; cancelled from the first chunk on that is not compared.
         self._found: list[Future[_Compressing]] = [Future() for _ in self._chunks]
         self._is_compared = True
@@ -156,9 +161,13 @@ class ComparedCopy:
         if self._streams is not None:
             self._thread.join()
 
-    def wait(self, file: str) -> None:
-        """Wait until the host has a file's values. Raises what the copy failed with."""
-        arrival = self._arrivals[file].result()
+    def wait(self, file: str, num_bytes: int | None = None) -> None:
+        """Wait until the host has the first bytes of a file's tensors; None: all.
+
+        Raises what the copy failed with.
+        """
+        last = -1 if num_bytes is None else (num_bytes - 1) // _chunk_bytes()
+        arrival = self._arrivals[file][last].result()
         if arrival is not None:
             arrival.synchronize()
 
@@ -188,7 +197,7 @@ class ComparedCopy:
         try:
             self._copy(threads)
         except BaseException as err:  # noqa: BLE001 - raised where the copy is waited for
-            for awaited in (*self._arrivals.values(), *self._found):
+            for awaited in (*chain(*self._arrivals.values()), *self._found):
                 if not awaited.done():
                     awaited.set_exception(err)
         finally:
@@ -214,13 +223,14 @@ class ComparedCopy:
     def _copy_through(
         self, before: Sequence[Tensor], after: Sequence[Tensor], threads: ThreadPoolExecutor
     ) -> None:
-        """Copy all chunks; each second one uses the same memory of the device."""
+        """Copy all chunks, by turns through `_SLOTS` places on the device."""
         streams, chunks = self._streams, self._chunks
-        loaded, compared, copied = (list[Event]([None, None]) for _ in range(3))
-        for number in range(min(1, len(chunks))):
-            loaded[number] = self._load(chunks[number], before[number], None)
-        for number, chunk in enumerate(chunks):
-            slot, other = number % 2, (number + 1) % 2
+        loaded, compared, copied = (list[Event]([None] * _SLOTS) for _ in range(3))
+        for slot, chunk in enumerate(chunks[: _SLOTS - 1]):
+            loaded[slot] = self._load(chunk, before[slot], None)
+        arrivals = chain(*self._arrivals.values())
+        for number, (chunk, arrival) in enumerate(zip(chunks, arrivals, strict=True)):
+            slot, ahead = number % _SLOTS, number + _SLOTS - 1
             own = after[slot][: chunk.num_words]
             with _on(streams and streams.compare):
                 _follow(copied[slot])
@@ -229,8 +239,9 @@ class ComparedCopy:
                     self._read(piece.parameter, piece.start, piece.stop, own[at:][: _size(piece)])
                 _follow(loaded[slot])
                 ready = _mark(streams and streams.compare)
-            if number + 1 < len(chunks) and self._is_compared:
-                loaded[other] = self._load(chunks[number + 1], before[other], compared[other])
+            if ahead < len(chunks) and self._is_compared:
+                free = ahead % _SLOTS
+                loaded[free] = self._load(chunks[ahead], before[free], compared[free])
             with _on(streams and streams.out):
                 _follow(ready)
                 for piece in chunk.pieces:
@@ -238,8 +249,7 @@ class ComparedCopy:
                     target = self._values[piece.parameter][piece.start : piece.stop]
                     target.copy_(own[at:][: _size(piece)], non_blocking=True)
                 copied[slot] = _mark(streams and streams.out)
-            if chunk.is_last:
-                self._arrivals[chunk.file.name].set_result(copied[slot])
+            arrival.set_result(copied[slot])
             # The host waits in here, when all that does not depend on it is launched.
             planes = None
             if self._is_compared:
@@ -253,7 +263,7 @@ class ComparedCopy:
 
     def _memory(self, device: torch.device) -> list[Tensor]:
         size = max((chunk.num_words for chunk in self._chunks), default=0)
-        return [torch.empty(size, dtype=self._dtype, device=device) for _ in range(2)]
+        return [torch.empty(size, dtype=self._dtype, device=device) for _ in range(_SLOTS)]
 
     def _load(self, chunk: Chunk, into: Tensor, after: Event) -> Event:
         """Bring the host's values to the device."""
@@ -368,15 +378,13 @@ def _most_changed(num_words: int) -> int:
 
 def device_bytes(file_bytes: int) -> int:
     """Most bytes of a GPU that a copy takes beside what is copied, where no file has more than
-    these: two chunks of either version, and planes."""
-    return 5 * min(CHUNK_RUNS * delta_runs.RUN_BYTES, file_bytes)
+    these: chunks of either version, and planes."""
+    return (2 * _SLOTS + 1) * min(_chunk_bytes(), file_bytes)
 
 
 def cut_file(file: FileLayout, dtype: torch.dtype) -> Iterator[Chunk]:
     """The chunks of a file, whose tensors have this dtype."""
-    word_bytes = dtype.itemsize
-    step = CHUNK_RUNS * (delta_runs.RUN_BYTES // word_bytes)
-    total = file.num_words
+    step, total = _chunk_bytes() // dtype.itemsize, file.num_words
     for first in range(0, total, step):
         stop = min(first + step, total)
         yield Chunk(
@@ -384,8 +392,11 @@ def cut_file(file: FileLayout, dtype: torch.dtype) -> Iterator[Chunk]:
             first=first,
             num_words=stop - first,
             pieces=tuple(_cut(file.pieces, first, stop)),
-            is_last=stop == total,
         )
+
+
+def _chunk_bytes() -> int:
+    return CHUNK_RUNS * delta_runs.RUN_BYTES
 
 
 def _cut(pieces: Sequence[Piece], first: int, stop: int) -> Iterator[Piece]:

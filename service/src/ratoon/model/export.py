@@ -249,9 +249,10 @@ class WeightsCopy:
             self._digests = digesting.result()
         return None if part is None else (part, self._digests)
 
-    def _wait(self, file: str) -> None:
+    def _wait(self, file: str, num_bytes: int | None = None) -> None:
+        """Wait until the host has the first bytes of a file's tensors, or more; None: all."""
         if self._compared is not None:
-            self._compared.wait(file)
+            self._compared.wait(file, num_bytes)
         elif self._stream is not None:
             self._arrivals[file].synchronize()
 

@@ -169,28 +169,34 @@ def write_files(
         return _write_whole(folder / name, files[name], known)
 
     num_threads = _NUM_THREADS if num_writers == 1 else max(1, _NUM_THREADS // 2)
-    return _by_threads(write, files, num_threads)
+    # The largest file comes first, so that the last ones are small.
+    names = sorted(files, key=lambda name: -files[name].num_bytes)
+    return _by_threads(write, names, num_threads)
 
 
-def digest_files(files: Mapping[str, FileContent], wait: Callable[[str], None]) -> dict[str, str]:
-    """The digests of files by name, as `write_files` returns them."""
+def digest_files(
+    files: Mapping[str, FileContent], wait: Callable[[str, int], None]
+) -> dict[str, str]:
+    """The digests of files by name, as `write_files` returns them.
+
+    Files arrive in their order: `wait` returns once so many bytes of a file's tensors are there.
+    """
 
     def digest(name: str) -> str:
-        wait(name)
-        state = xxhash.xxh3_128(files[name].header)
+        state, num_bytes = xxhash.xxh3_128(files[name].header), 0
         for block in files[name].blocks:
+            num_bytes += sum(part.nbytes for part in block)
+            wait(name, num_bytes)
             for part in block:
                 state.update(part)
         return state.hexdigest()
 
-    return _by_threads(digest, files, _NUM_THREADS)
+    return _by_threads(digest, [*files], _NUM_THREADS)
 
 
 def _by_threads(
-    work: Callable[[str], str], files: Mapping[str, FileContent], num_threads: int
+    work: Callable[[str], str], names: Sequence[str], num_threads: int
 ) -> dict[str, str]:
-    # The largest file comes first, so that the last ones are small.
-    names = sorted(files, key=lambda name: -files[name].num_bytes)
     with ThreadPoolExecutor(num_threads) as threads:
         try:
             return dict(zip(names, threads.map(work, names), strict=True))
