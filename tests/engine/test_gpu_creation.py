@@ -131,7 +131,7 @@ def _check_memory_is_told(operation: Operation, *gpus: int) -> None:
     error = operation.result.error
     assert error["code"] == ErrorCode.RESOURCE_EXHAUSTED, error
     message = str(error["message"])
-    assert any(f"rank {gpu} on GPU {gpu} of " in message for gpu in gpus), error
+    assert any(f" on GPU {gpu} of " in message for gpu in gpus), error
     assert "has not enough memory" in message
 
 
