@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import ray
@@ -94,7 +94,7 @@ def put_traps(folder: Path, patch: pytest.MonkeyPatch) -> None:
         @ray.method(concurrency_group="compute")
         def load(self, spec: Any, meeting: Any, number: int) -> None:
             _trap_steps(folder, number)
-            super().load(spec, meeting, number)
+            cast("Any", super()).load(spec, meeting, number)
 
     class WorkerActor(worker_process.WorkerActor):
         def __init__(self, *args: Any) -> None:

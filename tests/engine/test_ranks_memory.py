@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -172,7 +172,7 @@ async def bench(
         await engine.stop_policies()
 
 
-def _cases(table: dict[str, Command]) -> Iterator[object]:
+def _cases(table: Mapping[str, Command]) -> Iterator[object]:
     """Every step on either rank, of every layout that has it; those in `_FEW` where all run."""
     for layout in _LAYOUTS:
         for step, command in table.items():
