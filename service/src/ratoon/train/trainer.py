@@ -207,6 +207,11 @@ class Trainer:
         """
         self._compiling = Compiling([partial(self.warm_up, each) for each in tokens])
 
+    @property
+    def is_compiling(self) -> bool:
+        """Whether something is being compiled ahead."""
+        return self._compiling is not None and self._compiling.is_running
+
     def await_compiler(self) -> None:
         """Wait for what is being compiled; nothing more is compiled ahead."""
         if self._compiling is not None:
@@ -498,8 +503,8 @@ class Trainer:
             RatoonError: What `read_manifest` and `read_states` raise; INTERNAL if the digest of
                 what was read is another than the checkpoint's.
         """
-        manifest = read_manifest(folder, self.spec.kept_states, self.spec.model)
         self.await_compiler()
+        manifest = read_manifest(folder, self.spec.kept_states, self.spec.model)
         with self._discarding_staged():
             sums = self.ranks.all(Rank.read_states, str(folder), manifest)
             check_digest(folder, manifest, digest_of_sums(sums, manifest.num_steps))

@@ -63,6 +63,10 @@ class Compiling:
         self._thread = threading.Thread(target=run, name="warm-up", daemon=True)
         self._thread.start()
 
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
     def end(self) -> None:
         """Wait for the function that runs; no other is called."""
         self._is_awaited = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -76,12 +77,15 @@ class CompileCache:
 
     def note(self, trainer: Trainer | None) -> None:
         """Log what this process has compiled, if it is more than before, and write down for which
-        numbers of tokens, for `compile_ahead` of later processes.
+        numbers of tokens, for `compile_ahead` of later processes. While something is being
+        compiled, that is left to the next call.
 
         `graphs` and `compile_s` are of the whole process, `found` those graphs that earlier
         processes had compiled.
         """
-        utils = import_module("torch._dynamo.utils")
+        utils = sys.modules.get("torch._dynamo.utils")
+        if utils is None or trainer is None or trainer.is_compiling:
+            return
         num_graphs = utils.counters["stats"]["unique_graphs"]
         if num_graphs <= self._num_graphs:
             return
@@ -89,7 +93,7 @@ class CompileCache:
         found = utils.counters["aot_autograd"]["autograd_cache_hit"]
         seconds = round(utils.calculate_time_spent()["total_wall_time"], 3)
         _LOG.info("layers compiled", graphs=num_graphs, found=found, compile_s=seconds)
-        if trainer is not None and trainer.run_tokens:
+        if trainer.run_tokens:
             self.keep(trainer, trainer.run_tokens)
 
     def keep(self, trainer: Trainer, tokens: Mapping[int, int]) -> None:
