@@ -28,7 +28,7 @@ from benchmarks.service.run import MODEL, SMALL, Plan, rollouts, worker_settings
 from benchmarks.step.workload import QWEN3_0_6B, QWEN3_1_7B, QWEN3_8B, TINY, Group
 from harness.gpu_results import write_result
 from harness.service import Service
-from ratoon_client import Lora, Loss, Optim, RatoonClient
+from ratoon_client import Lora, Loss, Optim, RatoonClient, RatoonClientError
 from ratoon_proto.types import StepReport
 
 POLICY = "start"
@@ -112,7 +112,12 @@ def _start(plan: Plan, device: str, root: Path, seed: int, kinds: Sequence[str])
         with RatoonClient(service.grpc, timeout_s=PATIENCE_S) as client:
             policies = dict[str, dict[str, Any]]()
             for kind in kinds:
-                policies[kind] = _policy(plan, client, kind, seed, log, logged)
+                try:
+                    policies[kind] = _policy(plan, client, kind, seed, log, logged)
+                except RatoonClientError as err:
+                    # Time for the logs to be written.
+                    time.sleep(2.0)
+                    raise RuntimeError(log.read_text(encoding="utf-8")[-4000:]) from err
                 logged = log.stat().st_size
     first, *others = policies
     return {

@@ -414,6 +414,9 @@ class FakeTrainer:
             teacher = teacher[0], teacher[1].reshape(shape)
         return FakeForward(logprobs, None, StepReport(num_micro_batches=1), teacher)
 
+    def await_compiler(self) -> None:
+        """Nothing is compiled."""
+
     def check_before_publication(self) -> FakeCheck:
         self.check_device()
         return FakeCheck(self.faults.checks.get(self.version))

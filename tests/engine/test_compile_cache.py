@@ -85,7 +85,9 @@ class _Trainer:
 
     def __init__(self, run_tokens: dict[int, int], *, num_workers: int = 1, name: str = "") -> None:
         self.run_tokens, self.ahead = run_tokens, list[list[int]]()
-        self.spec = SimpleNamespace(num_workers=num_workers, host_key="")
+        self.is_compiling = False
+        self.spec = SimpleNamespace(num_workers=num_workers, host_key="", micro_batch_tokens=None)
+        self.model = SimpleNamespace(max_tokens=lambda: 20_000)
         self.graphs = lambda: {"config": name}
         self.compile_ahead = self.ahead.append
 
@@ -93,29 +95,36 @@ class _Trainer:
 def test_later_processes_compile_ahead_what_earlier_ones_ran(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the same graphs, the last first; and not again while nothing new is compiled."""
+    """The last first; of other graphs, the usual number. What compiles nothing is not noted."""
 
     def ahead(name: str = "", num_workers: int = 1) -> list[list[int]]:
         trainer: Any = _Trainer({}, name=name, num_workers=num_workers)
         CompileCache(tmp_path, TORCH_2).compile_ahead(trainer)
         return trainer.ahead
 
-    def note(cache: CompileCache, run_tokens: dict[int, int], num_graphs: int) -> None:
+    def note(
+        cache: CompileCache, run: dict[int, int], num_graphs: int, *, is_compiling: bool = False
+    ) -> None:
         monkeypatch.setitem(counters["stats"], "unique_graphs", num_graphs)
-        cache.note(cast("Any", _Trainer(run_tokens)))
+        trainer = _Trainer(run)
+        trainer.is_compiling = is_compiling
+        cache.note(cast("Any", trainer))
 
-    assert ahead() == []
+    assert ahead() == [[20_000]]
     cache = CompileCache(tmp_path, TORCH_2)
-    note(cache, {4093: 900, 65521: 30_000}, 2)
+    note(cache, {4093: 900, 65_521: 30_000}, 2)
     assert ahead() == [[30_000, 900]]
     note(cache, {4093: 1000}, 2)
     assert ahead() == [[30_000, 900]]
+    note(cache, {4093: 1000}, 3, is_compiling=True)
+    assert ahead() == [[30_000, 900]]
     note(cache, {4093: 1000}, 3)
-    assert ahead() == [[1000]]
-    assert ahead("another") == ahead(num_workers=2) == []
+    assert ahead() == [[1000, 30_000]]
+    assert ahead("another") == [[20_000]]
+    assert ahead(num_workers=2) == []
     (file,) = (cache.folder / "tokens").iterdir()
     file.write_bytes(b"damaged")
-    assert ahead() == []
+    assert ahead() == [[20_000]]
 
 
 def test_a_compiler_that_was_started_is_imported_by_no_compilation() -> None:

@@ -1,4 +1,4 @@
-"""The `ratoon` command: serve, health, keys, recover, demo, example, doctor.
+"""The `ratoon` command: serve, health, keys, recover, demo, example, doctor, warm.
 
 Commands import what they need when they run, so `--help` is quick and `doctor` works on a broken
 installation.
@@ -24,7 +24,7 @@ from rich.table import Table
 from ratoon.api.convert.checks import POLICY_ID, matched
 from ratoon.auth.audit import AuditEntry, AuditLog
 from ratoon.auth.keys import KeyFile, Scope, new_key
-from ratoon.config import KeyLimits, RatoonConfig, load_config
+from ratoon.config import KeyLimits, RatoonConfig, load_config, set_defaults
 from ratoon.errors import RatoonError
 from ratoon.example_files import EXAMPLES, write_example
 from ratoon.garbage import frozen_imports
@@ -149,6 +149,45 @@ def doctor(config: ConfigOption = None) -> None:
     console.print(table)
     typer.echo(f"\nnext: {next_step(checks)}")
     raise typer.Exit(1 if any(check.status is Status.FAIL for check in checks) else 0)
+
+
+@cli.command()
+def warm(
+    folder: Annotated[Path, typer.Argument(help="Model folder.", exists=True, file_okay=False)],
+    lora_rank: Annotated[
+        int | None,
+        typer.Option(help="Rank of an adapter. Default: all weights are trained.", min=1),
+    ] = None,
+    lora_alpha: Annotated[float, typer.Option(help="Alpha of the adapter.")] = 32.0,
+    fast: Annotated[bool, typer.Option("--fast", help="For policies not deterministic.")] = False,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Packed tokens of a micro-batch; repeat it for more. Default: one number in each "
+            "range that graphs are for, up to 65,521.",
+            min=2,
+        ),
+    ] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Compile a model's layers into data_root/compiled, before its first policy; needs its GPU."""
+    settings = _read_config(config)
+    from ratoon.cluster.worker_start import GPU_ENVIRONMENT
+
+    # As workers have it, before torch is imported.
+    set_defaults(GPU_ENVIRONMENT)
+    from ratoon.engine.settings import EngineSettings
+    from ratoon.warm import warm as compile_for
+    from ratoon_proto.types import FullTuning, LoraTuning
+
+    tuning = FullTuning() if lora_rank is None else LoraTuning(rank=lora_rank, alpha=lora_alpha)
+    numbers = tokens or [2048, 8192, 32_768]
+    with _reported(RatoonError):
+        settings_of_engine = EngineSettings.from_config(settings)
+        for num_tokens, seconds in compile_for(
+            settings_of_engine, folder, tuning, deterministic=not fast, tokens=numbers
+        ):
+            typer.echo(f"{num_tokens:>9,} tokens  {seconds:.1f} s")
 
 
 @cli.command()

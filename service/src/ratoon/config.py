@@ -472,8 +472,18 @@ def _variables(**values: str) -> Generator[None, None, None]:
 
 def set_compile_cache(folder: Path) -> None:
     """Set where torch's compiler caches its output, unless the environment says so already."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
-    os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+    set_defaults(
+        {
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+            "TRITON_CACHE_DIR": str(folder / "triton"),
+        }
+    )
+
+
+def set_defaults(variables: Mapping[str, str]) -> None:
+    """Set the variables that are not set, for this process and those it starts."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
 
 
 def set_copy_interface(host: str) -> None:

@@ -144,7 +144,7 @@ class Trainer:
         self._snapshot_numbers = count()
         # Snapshots that somebody has; the ranks hold their states until they are written.
         self._snapshots = WeakValueDictionary[int, Snapshot]()
-        # Tokens of the largest micro-batch that is run whole by each range of graphs, by the
+        # Tokens of the largest micro-batch that was run whole by each range of graphs, by the
         # range; the range that was run last comes last.
         self.run_tokens: dict[int, int] = {}
         self._compiling: Compiling | None = None
@@ -192,22 +192,30 @@ class Trainer:
         other.ranks.are_created = True
         return other
 
+    def warm_up(self, num_tokens: int) -> None:
+        """Compile what runs a micro-batch of so many tokens on one device; changes nothing. The
+        window must be empty. Raises RESOURCE_EXHAUSTED for more tokens than fit the device.
+        """
+        assert self.ranks.size == 1
+        self.ranks.own.warm_up(few_rollouts(), num_tokens)
+
     def compile_ahead(self, tokens: Sequence[int]) -> None:
-        """Begin to compile what runs micro-batches of so many tokens on one device, one number
-        after the other, in a thread of its own.
+        """Begin to `warm_up` for one number of tokens after the other, in a thread of its own.
 
         The next call that needs the model or its gradients waits for what is being compiled then,
         and no more is. A failure is logged: what is not compiled ahead is compiled in its turn.
         """
-        assert self.ranks.size == 1
-        self.run_tokens = {most_tokens(num_tokens): num_tokens for num_tokens in tokens[::-1]}
-        run = partial(self.ranks.own.warm_up, few_rollouts())
-        self._compiling = Compiling([partial(run, num_tokens) for num_tokens in tokens])
+        self._compiling = Compiling([partial(self.warm_up, each) for each in tokens])
 
-    def await_compiler(self, *, whole: bool = False) -> None:
-        """Wait for what is being compiled; with `whole`, for all that is to be."""
+    @property
+    def is_compiling(self) -> bool:
+        """Whether something is being compiled ahead."""
+        return self._compiling is not None and self._compiling.is_running
+
+    def await_compiler(self) -> None:
+        """Wait for what is being compiled; nothing more is compiled ahead."""
         if self._compiling is not None:
-            self._compiling.end(whole=whole)
+            self._compiling.end()
             self._compiling = None
 
     def limit_activations(self) -> None:
@@ -495,8 +503,8 @@ class Trainer:
             RatoonError: What `read_manifest` and `read_states` raise; INTERNAL if the digest of
                 what was read is another than the checkpoint's.
         """
-        manifest = read_manifest(folder, self.spec.kept_states, self.spec.model)
         self.await_compiler()
+        manifest = read_manifest(folder, self.spec.kept_states, self.spec.model)
         with self._discarding_staged():
             sums = self.ranks.all(Rank.read_states, str(folder), manifest)
             check_digest(folder, manifest, digest_of_sums(sums, manifest.num_steps))

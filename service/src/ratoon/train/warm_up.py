@@ -63,9 +63,13 @@ class Compiling:
         self._thread = threading.Thread(target=run, name="warm-up", daemon=True)
         self._thread.start()
 
-    def end(self, *, whole: bool) -> None:
-        """Wait for the function that runs, or with `whole` for all of them."""
-        self._is_awaited = not whole
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def end(self) -> None:
+        """Wait for the function that runs; no other is called."""
+        self._is_awaited = True
         self._thread.join()
 
     def _run(self, calls: Iterable[Callable[[], None]]) -> None:

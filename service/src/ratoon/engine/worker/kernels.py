@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 MAX_BYTES = 8 * 2**30
 _LOCK = ".lock"
 _TOKENS = "tokens"
+# Packed tokens of a micro-batch, where nothing is known.
+USUAL_TOKENS = 32_768
 _LOG = get_logger("kernels")
 
 
@@ -62,23 +65,27 @@ class CompileCache:
 
         return cls(root, compiler_kind(torch.device(device)))
 
-    def compile_ahead(self, trainer: Trainer, tokens: Sequence[int] = ()) -> None:
-        """Begin to compile for a new trainer: for these numbers of tokens; none: for those that
-        earlier ones of its graphs have run, the last first. Ranks and tenants compile in turn."""
+    def compile_ahead(self, trainer: Trainer) -> None:
+        """Begin to compile for a new trainer: for the numbers of tokens that earlier ones of its
+        graphs have run, the last first, or else for the usual number. Several ranks, and tenants,
+        compile when they run."""
         if trainer.spec.num_workers > 1 or trainer.spec.host_key:
             return
-        tokens = tokens or self._earlier(trainer)[::-1]
-        if tokens:
-            trainer.compile_ahead(tokens)
+        usual = trainer.spec.micro_batch_tokens or USUAL_TOKENS
+        most = trainer.model.max_tokens() or usual
+        trainer.compile_ahead(self._known(trainer)[::-1] or [min(usual, most)])
 
     def note(self, trainer: Trainer | None) -> None:
         """Log what this process has compiled, if it is more than before, and write down for which
-        numbers of tokens, for `compile_ahead` of later processes.
+        numbers of tokens, for `compile_ahead` of later processes. While something is being
+        compiled, that is left to the next call.
 
         `graphs` and `compile_s` are of the whole process, `found` those graphs that earlier
         processes had compiled.
         """
-        utils = import_module("torch._dynamo.utils")
+        utils = sys.modules.get("torch._dynamo.utils")
+        if utils is None or trainer is None or trainer.is_compiling:
+            return
         num_graphs = utils.counters["stats"]["unique_graphs"]
         if num_graphs <= self._num_graphs:
             return
@@ -86,16 +93,23 @@ class CompileCache:
         found = utils.counters["aot_autograd"]["autograd_cache_hit"]
         seconds = round(utils.calculate_time_spent()["total_wall_time"], 3)
         _LOG.info("layers compiled", graphs=num_graphs, found=found, compile_s=seconds)
-        if trainer is None or not trainer.run_tokens:
-            return
-        document = seal_document({"tokens": [*trainer.run_tokens.values()]})
+        if trainer.run_tokens:
+            self.keep(trainer, trainer.run_tokens)
+
+    def keep(self, trainer: Trainer, tokens: Mapping[int, int]) -> None:
+        """Write down numbers of tokens, by their range, beside the known ones of other ranges."""
+        from ratoon.model.layers import most_tokens
+
+        known = {most_tokens(each): each for each in self._known(trainer)}
+        kept = {most: each for most, each in known.items() if most not in tokens} | {**tokens}
         try:
             make_folder(self.folder / _TOKENS)
+            document = seal_document({"tokens": [*kept.values()]})
             write_atomic(self._tokens_file(trainer), document)
         except OSError:
             _LOG.exception("numbers of tokens not written")
 
-    def _earlier(self, trainer: Trainer) -> list[int]:
+    def _known(self, trainer: Trainer) -> list[int]:
         try:
             document = unseal_document(self._tokens_file(trainer).read_bytes())
         except (OSError, DamagedFileError):

@@ -313,6 +313,9 @@ class WorkerCore:
 
     def _unload(self) -> None:
         """Drop the loaded policy with all that is known of it."""
+        if self._runner is not None:
+            # It would hold memory of the device.
+            self._runner.trainer.await_compiler()
         self._runner = self._last_outcome = self._snapshot = None
         self._policy_id, self._last_seq = "", 0
         self._takes_digests, self._digest = False, ""
