@@ -135,7 +135,7 @@ def _policy(
     options: dict[str, Any] = {"model_folder": MODEL, "dtype": plan.dtype, "seed": seed}
     options["recovery"] = "replay"
     begin = time.monotonic()
-    client.create_policy(POLICY, **(options | KINDS[kind])).result(PATIENCE_S)
+    client.create_policy(POLICY, **options, **KINDS[kind]).result(PATIENCE_S)
     create_s = time.monotonic() - begin
     reports: list[StepReport] = []
     seconds: list[float] = []
