@@ -18,7 +18,7 @@ from ratoon.model.changed_words import Planes
 
 # Words of a tile: no gap within one needs an escape of two bytes.
 _TILE = 2048
-_WARPS = 8
+_WARPS = 4
 _LONG_GAP = tl.constexpr(delta_runs.LONG_GAP)
 _LONG_ESCAPE = tl.constexpr(2**16 - 1)
 _SHORT_ESCAPE = tl.constexpr(2**8 - 1)

@@ -37,8 +37,8 @@ from ratoon.model.delta_runs import (
 _LOG = get_logger("weights")
 # Runs of a chunk: few launches, and few bytes of the device.
 CHUNK_RUNS = 16
-# Chunks of either version on the device: the link loads one while the host launches for another.
-_SLOTS = 3
+# Chunks of either version on the device: one is loaded while one is compared. Four took as long.
+_SLOTS = 2
 # A chunk of which more has changed is not compared, and the delta is left to files: a delta of a
 # larger share is hardly smaller than they are.
 _MOST_CHANGED = 8
