@@ -17,6 +17,7 @@ from ratoon.rollout.packed import Stage, UpdatePlan
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.clock import DeviceClock
 from ratoon.train.gradient_window import WindowState
+from ratoon.train.spec import PassHooks
 from ratoon_proto.types import (
     DivideBy,
     LogprobsOf,
@@ -149,8 +150,9 @@ def test_cancel_stops_between_micro_batches_and_tears_the_window(base: FolderBas
             trainer,
             batch,
             loss,
-            on_progress=lambda *now: seen.append(now),
-            is_cancelled=lambda: len(seen) >= 3,
+            hooks=PassHooks(
+                on_progress=lambda *now: seen.append(now), is_cancelled=lambda: len(seen) >= 3
+            ),
         )
     assert caught.value.code is ErrorCode.CANCELLED
     assert caught.value.details["micro_batches_done"] == "2"
@@ -183,8 +185,10 @@ def test_cancelled_update_leaves_everything_as_it_was(base: FolderBase, after: i
         trainer.update(
             trainer.prepare(batch, loss, plan),
             make_step(trainer, loss),
-            on_progress=lambda *now: seen.append(now),
-            is_cancelled=lambda: seen[-1][0] >= limit,
+            PassHooks(
+                on_progress=lambda *now: seen.append(now),
+                is_cancelled=lambda: seen[-1][0] >= limit,
+            ),
         )
     assert caught.value.code is ErrorCode.CANCELLED
     assert trainer.window_state is WindowState.EMPTY
@@ -196,7 +200,8 @@ def test_progress_counts_unshared_tokens(base: FolderBase) -> None:
     trainer, batch = make_trainer(base, tokens=20), make_batch(6)
     loss = make_loss(batch)
     seen: list[tuple[int, int, int]] = []
-    report = forward_backward(trainer, batch, loss, on_progress=lambda *now: seen.append(now))
+    hooks = PassHooks(on_progress=lambda *now: seen.append(now))
+    report = forward_backward(trainer, batch, loss, hooks=hooks)
     planned = report.num_micro_batches
     assert [done for done, _, _ in seen] == list(range(planned + 1))
     assert {total for _, total, _ in seen} == {planned}

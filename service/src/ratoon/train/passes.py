@@ -35,7 +35,6 @@ from ratoon.train.loss.sums import LossSums
 from ratoon.train.micro_batches import (
     DeviceBatch,
     PackedMicroBatch,
-    PassHooks,
     TokenOutputs,
     packed_micro_batches,
     put,
@@ -44,6 +43,7 @@ from ratoon.train.micro_batches import (
 )
 from ratoon.train.prepare import Prepared, PreparedForward
 from ratoon.train.rollout_figures import TokenFigures, TokenParts
+from ratoon.train.spec import PassHooks
 from ratoon.train.stage_heads import add_up
 from ratoon.train.staged_batch import StagedBatch
 from ratoon_kernels import Span

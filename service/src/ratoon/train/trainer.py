@@ -46,7 +46,6 @@ from ratoon.train.clock import DeviceClock
 from ratoon.train.gradient_window import GradientWindow, Totals, WindowState
 from ratoon.train.imported import ImportedWeights, read_weights
 from ratoon.train.loss.spec import Loss, Normalisation, OptimStep
-from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress
 from ratoon.train.named_gradients import NamedGradients
 from ratoon.train.numerics import numerics_fingerprint
 from ratoon.train.optim.digest import digest_of_sums
@@ -68,7 +67,7 @@ from ratoon.train.rates import rates_of
 from ratoon.train.report import UsageMeter, forward_backward_report, forward_report, step_report
 from ratoon.train.rollout_figures import FoundRollouts
 from ratoon.train.self_check import SelfCheckOutcome, is_due, run_self_check
-from ratoon.train.spec import TrainerSpec
+from ratoon.train.spec import NO_HOOKS, PassHooks, TrainerSpec
 from ratoon.train.step_probe import probe_of
 from ratoon.train.verdicts import step_warnings
 from ratoon_proto.types import LogprobsOf, LossKind, Shard, StepReport
@@ -251,9 +250,7 @@ class Trainer:
     def forward_backward(
         self,
         prepared: Prepared,
-        *,
-        on_progress: Callable[[int, int, int], None] = no_progress,
-        is_cancelled: Callable[[], bool] = never_cancelled,
+        hooks: PassHooks = NO_HOOKS,
     ) -> StepReport:
         """Add the gradient sum of the batch's loss to the window, cut as the plan says.
 
@@ -263,17 +260,15 @@ class Trainer:
 
         Args:
             prepared: What `prepare` made on this version.
-            on_progress: Called between micro-batches with (done, planned, replicated tokens done).
-            is_cancelled: Asked between micro-batches.
+            hooks: Called between micro-batches.
 
         Raises:
             RatoonError: CANCELLED, and what `GradientWindow.check` raises.
         """
         assert prepared.version == self.version, "prepared on another version"
-        self_check = self._self_check(prepared, is_cancelled)
+        self_check = self._self_check(prepared, hooks.is_cancelled)
         is_only = self.is_window_empty and prepared.plan.is_one_backward
         self._window.begin(prepared.loss)
-        hooks = PassHooks(on_progress=on_progress, is_cancelled=is_cancelled)
         ranks = self.ranks.run_pass(hooks, Rank.forward_backward, prepared, is_only=is_only)
         done = PassTotals.over(ranks)
         totals = Totals.of_pass(prepared, done)
@@ -295,12 +290,7 @@ class Trainer:
         return self._optimizer_step(step, StepReport())
 
     def update(
-        self,
-        prepared: Prepared,
-        step: OptimStep,
-        *,
-        on_progress: Callable[[int, int, int], None] = no_progress,
-        is_cancelled: Callable[[], bool] = never_cancelled,
+        self, prepared: Prepared, step: OptimStep, hooks: PassHooks = NO_HOOKS
     ) -> StepReport:
         """Run `forward_backward`, with its arguments, and its optimizer step, in one report.
 
@@ -309,9 +299,7 @@ class Trainer:
         """
         self._require_empty_window()
         try:
-            report = self.forward_backward(
-                prepared, on_progress=on_progress, is_cancelled=is_cancelled
-            )
+            report = self.forward_backward(prepared, hooks)
         except BaseException:
             self.discard_gradients()
             raise
@@ -350,25 +338,23 @@ class Trainer:
     def forward(
         self,
         prepared: PreparedForward,
+        hooks: PassHooks = NO_HOOKS,
         *,
         with_entropy: bool,
         use_reference: bool,
-        on_progress: Callable[[int, int, int], None] = no_progress,
-        is_cancelled: Callable[[], bool] = never_cancelled,
     ) -> ForwardArrays:
         """Compute log-probs of the batch's trained tokens; changes nothing.
 
         Args:
             prepared: What `prepare_forward` made.
+            hooks: Called between micro-batches.
             with_entropy: Whether to return entropies as well.
             use_reference: Whether the frozen reference computes them, not the policy.
-            on_progress, is_cancelled: As for `forward_backward`.
 
         Raises:
             RatoonError: CANCELLED; INVALID_ARGUMENT without a reference; INTERNAL if the plan is of
                 another batch.
         """
-        hooks = PassHooks(on_progress=on_progress, is_cancelled=is_cancelled)
         ranks = self.ranks.run_pass(hooks, Rank.forward, prepared, use_reference=use_reference)
         columns = ForwardColumns.over(ranks)
         tokens_JK = columns.best_JK if prepared.num_best else prepared.candidates_JK

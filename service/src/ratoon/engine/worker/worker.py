@@ -56,7 +56,7 @@ from ratoon.log import get_logger
 from ratoon.stream.manifest import MadeBy, WeightManifest
 from ratoon.stream.versions import announce_version, publish_version
 from ratoon.train.saved_state import AsOf
-from ratoon.train.spec import TrainerSpec
+from ratoon.train.spec import PassHooks, TrainerSpec
 from ratoon_proto.types import OperationState, Progress, StepResult, WeightKind
 
 if TYPE_CHECKING:
@@ -199,10 +199,10 @@ class WorkerCore:
             planned = self._guarded(runner, name, partial(runner.plan, task))
         except RatoonError as error:
             return Outcome.of_error(name, error, choices=task.choices, started_at=task.started_at)
-        run = partial(runner.run, planned, self._on_progress, self._is_cancelled(name))
+        hooks = PassHooks(on_progress=self._on_progress, is_cancelled=self._is_cancelled(name))
         may_have_stepped = partial(_may_have_stepped, task, runner.trainer, runner.version)
         try:
-            result = self._guarded(runner, name, run, may_have_stepped)
+            result = self._guarded(runner, name, partial(planned.run, hooks), may_have_stepped)
         except RatoonError as error:
             return Outcome.of_error(
                 name,
