@@ -17,6 +17,7 @@ from ratoon.rollout.packed import Stage, UpdatePlan
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.clock import DeviceClock
 from ratoon.train.gradient_window import WindowState
+from ratoon.train.prepare import without_bad
 from ratoon.train.spec import PassHooks
 from ratoon_proto.types import (
     DivideBy,
@@ -255,7 +256,7 @@ def test_a_call_that_drops_bad_rollouts_is_that_of_the_others(
                 trainer.prepare(batch, loss)
             assert caught.value.code == ErrorCode.STALE_ROLLOUTS
             assert caught.value.field == "groups[3].rollouts[0].policy_version"
-            batch = trainer.without_bad(batch, loss)
+            batch = without_bad(batch, loss, trainer.version)
         prepared = trainer.prepare(batch, loss)
         reports.append(trainer.forward_backward(prepared))
         gradients.append(gradients_of(trainer))
@@ -303,7 +304,9 @@ def test_a_call_of_which_bad_rollouts_leave_nothing_is_a_skipped_step(
     batch = validate_groups([builders.group([1], rollouts)], SHORT, drops_bad=True)
     loss = make_loss(batch, kind, kl=FROZEN, report_groups=True)
     before = weights_of(trainer)
-    prepared = trainer.prepare(trainer.without_bad(batch, loss), loss, logprobs_of=LogprobsOf.ALL)
+    prepared = trainer.prepare(
+        without_bad(batch, loss, trainer.version), loss, logprobs_of=LogprobsOf.ALL
+    )
     report = trainer.update(prepared, make_step(trainer, loss))
     assert report.skip_reason is SkipReason.NO_TOKENS
     assert (report.trained_tokens, report.num_groups, report.loss) == (0, 0, None)

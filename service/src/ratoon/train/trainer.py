@@ -20,7 +20,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from itertools import count
 from pathlib import Path
@@ -51,14 +51,13 @@ from ratoon.train.numerics import numerics_fingerprint
 from ratoon.train.optim.digest import digest_of_sums
 from ratoon.train.optim.resolve import check_patterns
 from ratoon.train.optimizer_step import run_optimizer_step
-from ratoon.train.passes import ForwardColumns, PassTotals
+from ratoon.train.passes import ForwardArrays, ForwardColumns, PassTotals
 from ratoon.train.prepare import (
     Prepared,
     PreparedForward,
     check_forward_logprobs,
     prepare,
     prepare_forward,
-    without_bad,
 )
 from ratoon.train.ranks.group import HeldWeights, Peer, RankGroup
 from ratoon.train.ranks.layout import lend_activations, load
@@ -71,23 +70,6 @@ from ratoon.train.spec import NO_HOOKS, PassHooks, TrainerSpec
 from ratoon.train.step_probe import probe_of
 from ratoon.train.verdicts import step_warnings
 from ratoon_proto.types import LogprobsOf, LossKind, Shard, StepReport
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardArrays:
-    """What a Forward answers per response token of the batch, [J], 0 where the mask is false.
-
-    float32; float64 for a float64 model. None: not asked for.
-    """
-
-    logprobs: NDArray[np.floating]
-    entropy: NDArray[np.floating] | None
-    report: StepReport
-    # [J, K]: the likeliest tokens, int32, the first one first, or the teacher's tokens of the
-    # rollouts; and their log-probs.
-    teacher: tuple[NDArray[np.int32], NDArray[np.floating]] | None = None
-    # None: there is no value head, or the reference has answered.
-    values: NDArray[np.floating] | None = None
 
 
 class Trainer:
@@ -201,10 +183,6 @@ class Trainer:
             self._rates,
             is_beside=is_beside,
         )
-
-    def without_bad(self, batch: RolloutBatch, loss: Loss) -> RolloutBatch:
-        """`batch` without what the loss refuses at this version; `train.prepare.without_bad`."""
-        return without_bad(batch, loss, self.version)
 
     def prepare(
         self,
@@ -357,17 +335,8 @@ class Trainer:
         """
         ranks = self.ranks.run_pass(hooks, Rank.forward, prepared, use_reference=use_reference)
         columns = ForwardColumns.over(ranks)
-        tokens_JK = columns.best_JK if prepared.num_best else prepared.candidates_JK
-        teacher = None
-        if tokens_JK is not None and columns.candidate_JK is not None:
-            teacher = tokens_JK, columns.candidate_JK
-        return ForwardArrays(
-            logprobs=columns.logprob_J,
-            entropy=columns.entropy_J if with_entropy else None,
-            report=forward_report(prepared, columns, self._meter),
-            teacher=teacher,
-            values=columns.value_J,
-        )
+        report = forward_report(prepared, columns, self._meter)
+        return ForwardArrays.of(prepared, columns, report, with_entropy=with_entropy)
 
     @property
     def window_state(self) -> WindowState:

@@ -163,6 +163,7 @@ class Controller:
         self._check_taking(submission.command)
         self._admission.check(submission)
         operation_id = new_operation_id(self._run.policy_id)
+        key, payload, first = submission.key, payload_hash(submission.command), None
         refusal = await self._admission.hold(operation_id, submission)
         try:
             async with self._queue():
@@ -171,7 +172,8 @@ class Controller:
                 if is_failed:
                     await self._turns.given_up()
                     await stand_by(self._run)
-                first = await self._first(submission)
+                if not isinstance(key, NoKey):
+                    first = await self._admission.find(key, payload)
                 if first is None and refusal is not None:
                     raise refusal
                 self._lacks_seq = self._lacks_seq and not (is_failed or self._turns.is_known)
@@ -179,7 +181,7 @@ class Controller:
                     raise _read_again()
                 if first is None and is_failed:
                     await self._admission.check_way_back(submission)
-                record = first or await self._accept(operation_id, submission)
+                record = first or await self._accept(operation_id, submission, payload)
                 if is_failed and not record.state.is_final:
                     self._turns.bring_back()
         except JournalUnknownError as err:
@@ -446,15 +448,9 @@ class Controller:
         finally:
             self._lock.release()
 
-    async def _first(self, submission: Submission) -> OperationRecord | None:
-        """The operation that this submission retries, if any."""
-        if isinstance(submission.key, NoKey):
-            return None
-        payload = payload_hash(submission.command)
-        return await self._admission.find(submission.key, payload)
-
-    async def _accept(self, operation_id: str, submission: Submission) -> OperationRecord:
-        payload = payload_hash(submission.command)
+    async def _accept(
+        self, operation_id: str, submission: Submission, payload: str
+    ) -> OperationRecord:
         record = await self._admission.accept(operation_id, submission, payload)
         if 0 < record.seq < self._run.sequencer.highest:
             for live in self._run.ledger.open_operations():

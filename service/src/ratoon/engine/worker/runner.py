@@ -52,6 +52,7 @@ from ratoon.stream.files import remove_folder
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import Normalisation, OptimStep
 from ratoon.train.optim.resolve import resolve_empty, resolve_optim
+from ratoon.train.prepare import without_bad
 from ratoon.train.saved_state import AsOf
 from ratoon.train.spec import NO_HOOKS, PassHooks, TrainerSpec
 from ratoon.warning_kinds import WarningKind, warn
@@ -180,7 +181,7 @@ class TaskRunner:
             has_value_head=self._spec.model.value_head,
         )
         if command.on_bad_rollout is BadRolloutAction.DROP:
-            batch = self.trainer.without_bad(batch, loss)
+            batch = without_bad(batch, loss, self.version)
         old, entropy = _read_forward(task, batch, entropy_share=request.top_entropy_share)
         prepared = self.trainer.prepare(
             batch,
