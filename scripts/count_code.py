@@ -5,7 +5,7 @@
     python scripts/count_code.py --update        # starts a service, and follows one update in it
 
 Prints one JSON object. A module is on the way if one of its functions is called in a process of
-the service between the call's arrival and its answer, and not in the same time without a call.
+the service during each of three updates, and not in the time before the first of them.
 Threads that Ray's C++ starts are not seen: the worker's own modules are left out, and the gateway's
 and the engine's are all there.
 """
@@ -28,6 +28,7 @@ GENERATED = "proto/src/ratoon_proto/types.py"
 # What is between the edge and the trainer.
 CORRIDOR = ("api", "auth", "cluster", "edge", "engine")
 _WATCH_S = 3.0
+_UPDATES = 3
 
 # Run by every Python process of the service at its start: notes when a function of each module was
 # last called, and writes that down every half second.
@@ -115,11 +116,13 @@ def modules_of_update() -> dict[str, object]:
             update()  # What is imported or connected once is no part of the way.
             time.sleep(2 * _WATCH_S)
             idle = _called(calls, time.time() - _WATCH_S)
-            begin = time.time()
-            update()
-            time.sleep(_WATCH_S)
-            passed = _called(calls, begin)
-    way = sorted(passed - idle)
+            passed: list[set[str]] = []
+            for _ in range(_UPDATES):
+                begin = time.time()
+                update()
+                time.sleep(_WATCH_S)
+                passed.append(_called(calls, begin))
+    way = sorted(set.intersection(*passed) - idle)
     parts = Counter(module.split(".")[1] for module in way if module.startswith("ratoon."))
     corridor = [m for m in way if m.startswith(tuple(f"ratoon.{name}." for name in CORRIDOR))]
     return {

@@ -171,6 +171,29 @@ def test_the_groups_of_a_report_are_those_of_the_page_on_training() -> None:
     }
 
 
+def test_the_way_through_the_code_names_what_there_is() -> None:
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    rows = _rows(page, "| steps | names, from the first to the last that is called |")
+    told = [name for row in rows for name in re.findall(r"`([^`]+)`", row[1])]
+    assert len(told) > 20
+    assert not {*told} - _functions()
+
+
+def _functions() -> set[str]:
+    """Functions of the service's modules, and methods behind their class."""
+    found: set[str] = set()
+    for path in (ROOT / "service/src/ratoon").rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                found.add(node.name)
+            elif isinstance(node, ast.ClassDef):
+                methods = (
+                    n for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+                )
+                found |= {f"{node.name}.{method.name}" for method in methods}
+    return found
+
+
 def test_the_page_of_models_is_what_the_families_say() -> None:
     page = (DOCS / "models.md").read_text(encoding="utf-8")
     script = runpy.run_path(str(ROOT / "scripts" / "models_page.py"))

@@ -33,8 +33,9 @@ from ratoon.rollout.batch import RolloutBatch
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import Loss
 from ratoon.train.optim.resolve import resolve_optim
+from ratoon.train.passes import ForwardArrays
 from ratoon.train.spec import OptimizerStates, TrainerSpec
-from ratoon.train.trainer import ForwardArrays, Trainer
+from ratoon.train.trainer import Trainer
 from ratoon_proto.types import (
     AdamWConfig,
     KlConfig,

@@ -13,7 +13,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -37,6 +37,7 @@ from ratoon.train.saved_state import (
     STATE_DIGEST,
     AsOf,
 )
+from ratoon.train.spec import PassHooks
 from ratoon_proto.types import (
     DivideBy,
     LogprobsOf,
@@ -283,25 +284,23 @@ class FakeTrainer:
     def forward_backward(
         self,
         prepared: FakePrepared,
-        *,
-        on_progress: Callable[[int, int, int], None],
-        is_cancelled: Callable[[], bool],
+        hooks: PassHooks,
     ) -> StepReport:
         self.check_device()
         number = number_of(prepared.batch)
         self.plans.append(prepared.plan)
-        on_progress(0, 2, 0)
+        hooks.on_progress(0, 2, 0)
         self.gradients.append(_TORN)
-        on_progress(1, 2, 3)
+        hooks.on_progress(1, 2, 3)
         while number in self.faults.holds and not self.faults.holds[number].is_set():
-            if is_cancelled():
+            if hooks.is_cancelled():
                 raise RatoonError(ErrorCode.CANCELLED, "cancelled")
             time.sleep(0.002)
         if number in self.faults.breaks:
             raise RuntimeError("broken on purpose")
         self._use_device(number)
         self.gradients[-1] = prepared.gradient + self.faults.noise
-        on_progress(2, 2, 6)
+        hooks.on_progress(2, 2, 6)
         if number in self.faults.no_memory:
             # Another rank's, whose pass outlasts this one's.
             raise MemoryError("tried to allocate 2.32 GiB")
@@ -340,15 +339,11 @@ class FakeTrainer:
         self,
         prepared: FakePrepared,
         step: OptimStep,
-        *,
-        on_progress: Callable[[int, int, int], None],
-        is_cancelled: Callable[[], bool],
+        hooks: PassHooks,
     ) -> StepReport:
         assert not self.gradients
         try:
-            report = self.forward_backward(
-                prepared, on_progress=on_progress, is_cancelled=is_cancelled
-            )
+            report = self.forward_backward(prepared, hooks)
         except BaseException:
             self.discard_gradients()
             raise
@@ -391,18 +386,17 @@ class FakeTrainer:
     def forward(
         self,
         prepared: FakePrepared,
+        hooks: PassHooks,
         *,
         with_entropy: bool,
         use_reference: bool,
-        on_progress: Callable[[int, int, int], None],
-        is_cancelled: Callable[[], bool],
     ) -> FakeForward:
         """Every token's log-prob is the version, negated; a likeliest one's is one less."""
         number = number_of(prepared.batch)
         self._use_device(number)
-        on_progress(1, 2, 3)
+        hooks.on_progress(1, 2, 3)
         while number in self.faults.holds and not self.faults.holds[number].is_set():
-            if is_cancelled():
+            if hooks.is_cancelled():
                 raise RatoonError(ErrorCode.CANCELLED, "cancelled")
             time.sleep(0.002)
         logprobs = np.full(len(prepared.batch.loss_mask), -float(self.version), np.float32)

@@ -38,7 +38,7 @@ from ratoon.engine.files.paths import BodyFiles, policy_paths
 from ratoon.engine.journal.records import OperationRecord
 from ratoon.engine.policy.controller import Controller
 from ratoon.engine.policy.limits import Claims
-from ratoon.engine.policy.run import PolicyRun, Ports
+from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.refusals import policy_not_found
 from ratoon.engine.types import FailedResult, Operation, Policy, PolicySpec
 from ratoon.engine.worker.tasks import Outcome
@@ -159,13 +159,11 @@ class Machine:
         self.run = PolicyRun(
             spec=self.spec,
             trainer=trainer_spec(self.spec),
-            ports=Ports(
-                journal=self.journal,
-                worker=self.worker,
-                metrics=self.metrics,
-                policies=OnePolicy(self),
-                now=time.time,
-            ),
+            journal=self.journal,
+            worker=self.worker,
+            metrics=self.metrics,
+            policies=OnePolicy(self),
+            now=time.time,
             limits=self.limits,
             checkpoints=self.checkpoints,
             paths=self.paths,

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from ratoon.cluster.worker_process import HostTurns
 from ratoon.engine.policy.run import MAX_LOSSES, LostWorkers
-from ratoon.engine.worker.host_turns import HostTurns
 from ratoon.engine.worker.tasks import NeighbourLostError, WorkerLostError
 
 

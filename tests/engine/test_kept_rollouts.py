@@ -201,7 +201,7 @@ def _run(trainer: Trainer, paths: PolicyPaths, keep: KeepRollouts) -> StepResult
     )
     spec = replace(trainer.spec, keep_rollouts=keep, keep_rollouts_bytes=WHOLE)
     runner = TaskRunner(spec, trainer)
-    result = runner.run(runner.plan(task), lambda *_: None, lambda: False)
+    result = runner.plan(task).run(NO_HOOKS)
     trainer.discard_gradients()
     assert isinstance(result, StepResult)
     return result

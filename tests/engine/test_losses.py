@@ -18,13 +18,8 @@ from ratoon.cli import cli
 from ratoon.config import CheckpointConfig, LimitsConfig, RatoonConfig
 from ratoon.doctor import Status, run_checks
 from ratoon.engine.commands import Command
-from ratoon.engine.files.losses import (
-    Choice,
-    read_loss,
-    read_position,
-    write_decision,
-    write_position,
-)
+from ratoon.engine.files.losses import Choice, read_loss, write_decision
+from ratoon.engine.files.paths import read_position, write_position
 from ratoon.engine.journal.records import OperationRecord
 from ratoon.engine.types import Operation
 from ratoon.errors import ErrorCode, RatoonError

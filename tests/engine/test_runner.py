@@ -21,6 +21,7 @@ from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.prefixes import SortedPrefixes, sort_sequences
 from ratoon.rollout.serial import batch_to_bytes
 from ratoon.rollout.validate import validate_groups
+from ratoon.train.spec import NO_HOOKS
 from ratoon_proto.codec import decode_tensor
 from ratoon_proto.types import (
     BadRolloutAction,
@@ -43,14 +44,6 @@ from tests.train.trainer_runs import (
     make_batch,
     make_trainer,
 )
-
-
-def _no_progress(_done: int, _planned: int, _tokens: int) -> None:
-    pass
-
-
-def _never() -> bool:
-    return False
 
 
 def _task(
@@ -80,7 +73,7 @@ def _forward_file(
         body_digest=digest,
     )
     planned = runner.plan(_task(f"p.{with_entropy}", command, paths))
-    result = runner.run(planned, _no_progress, _never)
+    result = planned.run(NO_HOOKS)
     assert isinstance(result, ForwardResult)
     assert result.version == 0
     return f"{result.digest}.{with_entropy}"
@@ -102,7 +95,7 @@ def test_a_forward_that_on_policy_spares_is_warned_about(tmp_path: Path) -> None
         loss = LossConfig(kind=LossKind.IPO, old_logprobs=FROM_FORWARD, top_entropy_share=share)
         command = ForwardBackwardCommand(loss=loss, expected_version=None, body_digest=digest)
         planned = runner.plan(_task("p.2", command, paths, source, old_version))
-        result = runner.run(planned, _no_progress, _never)
+        result = planned.run(NO_HOOKS)
         trainer.discard_gradients()
         assert isinstance(result, StepResult)
         return any(each.kind == "needless_forward" for each in result.report.warnings)
@@ -132,12 +125,13 @@ def test_a_batch_is_prepared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     loss = LossConfig(kind=LossKind.IPO)
     command = ForwardBackwardCommand(loss=loss, expected_version=None, body_digest=digest)
     planned = runner.plan(_task("p.1", command, paths))
-    result = runner.run(planned, _no_progress, _never)
+    result = planned.run(NO_HOOKS)
     assert len(sorted_sizes) == 1
     assert isinstance(result, StepResult)
-    assert planned.prepared is not None
-    assert planned.task.choices.plan == planned.prepared.plan
-    assert result.report.seconds.plan == planned.prepared.seconds > 0
+    assert trainer.found is not None
+    prepared = trainer.found.prepared
+    assert planned.task.choices.plan == prepared.plan
+    assert result.report.seconds.plan == prepared.seconds > 0
 
 
 def test_tokens_of_most_entropy_are_those_of_a_forward(tmp_path: Path) -> None:
@@ -154,7 +148,7 @@ def test_tokens_of_most_entropy_are_those_of_a_forward(tmp_path: Path) -> None:
     def norm(share: float | None, source: str) -> float:
         loss = LossConfig(kind=LossKind.IPO, old_logprobs=FROM_FORWARD, top_entropy_share=share)
         command = ForwardBackwardCommand(loss=loss, expected_version=None, body_digest=digest)
-        runner.run(runner.plan(_task("p.2", command, paths, source)), _no_progress, _never)
+        runner.plan(_task("p.2", command, paths, source)).run(NO_HOOKS)
         total = sum(float(gradient.norm() ** 2) for gradient in gradients_of(trainer).values())
         trainer.discard_gradients()
         return total**0.5
@@ -200,7 +194,7 @@ def test_what_a_call_drops_keeps_its_place_in_what_is_answered(tmp_path: Path) -
         planned = runner.plan(_task("p.1", command, paths))
         again = runner.plan(planned.task)
         for each in (planned, again):
-            result = runner.run(each, _no_progress, _never)
+            result = each.run(NO_HOOKS)
             assert isinstance(result, StepResult)
             gradients.append(gradients_of(trainer))
             reports.append(result.report)

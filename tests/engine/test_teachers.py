@@ -387,7 +387,7 @@ async def test_a_student_that_waits_gives_up_its_worker(make_machine: MakeMachin
     """A teacher may need its device."""
     machine = await make_machine(idle_release_s=0.01, recovery=Recovery.REPLAY).start()
     refused = asyncio.Event()
-    policies, submit = machine.run.ports.policies, machine.run.ports.policies.submit
+    policies, submit = machine.run.policies, machine.run.policies.submit
 
     async def away(submission: Submission) -> Operation:
         if not refused.is_set():

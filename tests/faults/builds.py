@@ -66,7 +66,7 @@ def commit_before_apply() -> None:
 
     def with_hasty_worker(self: Executor, run: Any, *args: Any) -> None:
         init(self, run, *args)
-        call = run.ports.worker.call
+        call = run.worker.call
 
         async def hasty(method: Callable[..., Any], *args: Any) -> Any:
             if method is WorkerCore.apply and isinstance(args[1].command, UpdateCommand):
@@ -79,13 +79,13 @@ def commit_before_apply() -> None:
                     result=result,
                     version=version,
                     started_at=task.started_at,
-                    finished_at=run.ports.now(),
+                    finished_at=run.now(),
                     choices=task.choices,
                 )
-                await run.ports.journal.end(token, run.policy_id, end)
+                await run.journal.end(token, run.policy_id, end)
             return await call(method, *args)
 
-        run.ports.worker.call = hasty
+        run.worker.call = hasty
 
     _patch(Executor, "__init__", with_hasty_worker)
 

@@ -33,11 +33,10 @@ from ratoon.rollout.prefixes import SortedPrefixes, sort_sequences
 from ratoon.shards.copies import Copies, Meeting, open_meeting
 from ratoon.shards.parts import PART, parts_of
 from ratoon.train import prepare
-from ratoon.train.micro_batches import PassHooks, no_progress
 from ratoon.train.ranks.group import Others
 from ratoon.train.ranks.layout import load
 from ratoon.train.ranks.rank import Rank
-from ratoon.train.spec import TrainerSpec
+from ratoon.train.spec import PassHooks, TrainerSpec
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import Shard, StepReport
 from tests.train.trainer_runs import make_batch, make_loss, make_step, make_trainer
@@ -121,7 +120,7 @@ def _serve(
     Copies.join(meeting, number, torch.device(spec.device), node=node)
     spec, model = load(spec)
     own = Rank(spec, model, Copies.joined())
-    own.hooks = PassHooks(on_progress=no_progress, is_cancelled=stop.is_set)
+    own.hooks = PassHooks(is_cancelled=stop.is_set)
     pipe.send((True, "loaded"))
     while True:
         try:

@@ -20,7 +20,7 @@ from ratoon.rollout.forest import build_forest
 from ratoon.rollout.packed import MicroBatch, Stage, UpdatePlan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.validate import validate_groups
-from ratoon.train.spec import TrainerSpec
+from ratoon.train.spec import PassHooks, TrainerSpec
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import AdamWConfig, FullTuning, LossKind
 from tests import builders
@@ -125,8 +125,10 @@ def test_the_host_is_one_micro_batch_ahead(trainer: Trainer) -> None:
 
     trainer.forward_backward(
         trainer.prepare(batch, loss, plan),
-        on_progress=lambda done, _planned, _tokens: steps.append(f"{done} done"),
-        is_cancelled=is_cancelled,
+        PassHooks(
+            on_progress=lambda done, _planned, _tokens: steps.append(f"{done} done"),
+            is_cancelled=is_cancelled,
+        ),
     )
     trainer.discard_gradients()
     last = len(plan.micro_batches)

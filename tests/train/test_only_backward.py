@@ -13,7 +13,7 @@ from ratoon.planner.planning import cpu_planner
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.train.ranks import rank
-from ratoon.train.spec import TrainerSpec
+from ratoon.train.spec import PassHooks, TrainerSpec
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import AdamWConfig, FullTuning
 from tests.train.rank_runs import ranked, sequences_of
@@ -69,7 +69,7 @@ def _run(trainer: Trainer, batch: RolloutBatch) -> list[int | None]:
     room: list[int | None] = []
     trainer.forward_backward(
         trainer.prepare(batch, make_loss(batch), _plan(trainer, batch)),
-        on_progress=lambda *_: room.append(trainer.model.max_tokens()),
+        PassHooks(on_progress=lambda *_: room.append(trainer.model.max_tokens())),
     )
     return room
 

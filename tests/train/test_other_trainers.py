@@ -37,9 +37,6 @@ from ratoon.train.loss.spec import Normalisation
 from ratoon.train.loss.sums import LossSums
 from ratoon.train.micro_batches import (
     HeadPart,
-    PassHooks,
-    never_cancelled,
-    no_progress,
     packed_micro_batches,
     run_head,
     to_device,
@@ -48,6 +45,7 @@ from ratoon.train.optim.adamw import MasterAdamW
 from ratoon.train.optim.resolve import resolve_optim
 from ratoon.train.prepare import prepare
 from ratoon.train.rollout_figures import TokenParts
+from ratoon.train.spec import NO_HOOKS
 from ratoon_client import AdamW, Loss, Optim, grpo_config, verl_config
 from ratoon_client.wire import loss_message, optim_message
 from ratoon_proto.tinker import tinker_pb2
@@ -270,8 +268,7 @@ def _found(here: Fields) -> tuple[float, Floats, Floats]:
     values, found = np.zeros((3, len(logits_JV))), TokenParts()
     values[0] = np.nan
     sums = []
-    hooks = PassHooks(on_progress=no_progress, is_cancelled=never_cancelled)
-    for part in packed_micro_batches(CPU, prepared, prepared.term_mask_J, hooks):
+    for part in packed_micro_batches(CPU, prepared, prepared.term_mask_J, NO_HOOKS):
         packed, device = part.packed, to_device(part.packed, CPU)
         hidden_RD = torch.zeros(len(packed.row_index), VOCAB_SIZE, dtype=torch.float64)
         token_L = torch.from_numpy(packed.term_token)

@@ -20,6 +20,7 @@ from harness.environment import ROOT
 from ratoon.errors import CopyFailedError
 from ratoon.model.spec import ModelDtype, PresetBase
 from ratoon.shards import copies
+from ratoon.train.spec import PassHooks
 from ratoon_proto.types import Shard
 from tests.train.rank_runs import alone_of, ranked, update_over
 from tests.train.trainer_runs import make_batch, make_loss, make_step
@@ -79,7 +80,7 @@ def _lose_the_network(shard: Shard) -> float:
 
         plan, step = two.prepare(batch, loss).plan, make_step(two, loss)
         with pytest.raises(CopyFailedError):
-            two.update(two.prepare(batch, loss, plan), step, on_progress=lose)
+            two.update(two.prepare(batch, loss, plan), step, PassHooks(on_progress=lose))
         assert lost_at, "it failed before"
         assert two.version == 1
         return time.monotonic() - lost_at

@@ -17,6 +17,7 @@ from ratoon.model.spec import FolderBase
 from ratoon.planner.planning import cpu_planner
 from ratoon.shards.copies import Copies, open_meeting
 from ratoon.train.gradient_window import WindowState
+from ratoon.train.spec import PassHooks
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import Shard
 from tests.train.rank_runs import (
@@ -69,7 +70,7 @@ def test_a_pass_that_fails_on_one_rank_is_not_run_to_its_end_by_another(base: Fo
         with pytest.raises(RatoonError, match="of another batch"):
             two.forward_backward(
                 two.prepare(batch, loss, replace(plan, micro_batches=tuple(parts))),
-                on_progress=lambda number, _planned, _tokens: done.append(number),
+                PassHooks(on_progress=lambda number, _planned, _tokens: done.append(number)),
             )
         assert len(parts) // 2 > 10
         assert max(done) <= 6
@@ -86,8 +87,9 @@ def test_a_cancelled_update_leaves_every_rank_as_it_was(rank_pair: tuple[Trainer
         calls.append(1)
         return len(calls) > 1
 
+    hooks = PassHooks(is_cancelled=is_cancelled)
     with pytest.raises(RatoonError) as caught:
-        two.update(two.prepare(batch, loss, plan), make_step(two, loss), is_cancelled=is_cancelled)
+        two.update(two.prepare(batch, loss, plan), make_step(two, loss), hooks)
     assert caught.value.code is ErrorCode.CANCELLED
     assert two.state_digest() == before
     assert not two.update(two.prepare(batch, loss, plan), make_step(two, loss)).skipped
@@ -139,7 +141,9 @@ def test_a_rank_that_dies_in_the_pass_is_waited_for_by_none(
                 peers[-1].kill()
 
         with pytest.raises((RuntimeError, OSError, CopyFailedError)):
-            trainer.forward_backward(trainer.prepare(batch, loss, plan), on_progress=kill)
+            trainer.forward_backward(
+                trainer.prepare(batch, loss, plan), PassHooks(on_progress=kill)
+            )
 
 
 def test_a_rank_that_hangs_in_a_pass_that_is_cancelled_ends_the_exchange(
@@ -158,6 +162,7 @@ def test_a_rank_that_hangs_in_a_pass_that_is_cancelled_ends_the_exchange(
         started = time.monotonic()
         with pytest.raises(CopyFailedError, match="have not ended"):
             two.forward_backward(
-                two.prepare(batch, loss), is_cancelled=lambda: time.monotonic() > started + 1.0
+                two.prepare(batch, loss),
+                PassHooks(is_cancelled=lambda: time.monotonic() > started + 1.0),
             )
         end.join()

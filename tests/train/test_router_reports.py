@@ -14,6 +14,7 @@ from ratoon.planner.costs import DEFAULT_COSTS, CostModel
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import Loss
+from ratoon.train.spec import PassHooks
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import (
     KlConfig,
@@ -126,7 +127,7 @@ def test_a_pass_that_stops_half_way_leaves_no_counts(expert_pair: Pair) -> None:
 
     with pytest.raises(OSError, match="stopped"):
         expert_pair.trainer.forward_backward(
-            expert_pair.trainer.prepare(batch, _loss(batch), plan), on_progress=fail
+            expert_pair.trainer.prepare(batch, _loss(batch), plan), PassHooks(on_progress=fail)
         )
     expert_pair.discard()
     _assert_routers(_run(expert_pair.trainer, batch), _expected(expert_pair.oracle.model, [batch]))

@@ -25,6 +25,7 @@ from ratoon.train.gradient_window import WindowState
 from ratoon.train.micro_batches import to_device
 from ratoon.train.passes import train_rows
 from ratoon.train.self_check import LIMITS, sample_rollout
+from ratoon.train.spec import PassHooks
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import (
     FullTuning,
@@ -473,7 +474,7 @@ def test_a_cancel_during_it_leaves_the_window_empty(base: FolderBase) -> None:
     batch = make_batch(5)
     loss = make_loss(batch)
     with pytest.raises(RatoonError, match="cancelled after 0 of 1"):
-        trainer.forward_backward(trainer.prepare(batch, loss), is_cancelled=lambda: True)
+        trainer.forward_backward(trainer.prepare(batch, loss), PassHooks(is_cancelled=lambda: True))
     assert trainer.window_state is WindowState.EMPTY
     assert all(p.grad is None for p in trainer.model.named_trainable().values())
 

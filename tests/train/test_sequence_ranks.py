@@ -24,7 +24,7 @@ from ratoon.shards.sequence_group import own_keys
 from ratoon.train import prepare
 from ratoon.train.gradient_window import WindowState
 from ratoon.train.loss.spec import Loss
-from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress
+from ratoon.train.spec import NO_HOOKS, PassHooks, never_cancelled, no_progress
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import (
     CorrectionLevel,
@@ -63,12 +63,15 @@ def _plan(batch: RolloutBatch, loss: Loss, budget: int, costs: CostModel) -> Upd
 
 
 def _update(
-    trainer: Trainer, batch: RolloutBatch, loss: Loss, plan: UpdatePlan, **options: Any
+    trainer: Trainer,
+    batch: RolloutBatch,
+    loss: Loss,
+    plan: UpdatePlan,
+    hooks: PassHooks = NO_HOOKS,
 ) -> StepReport:
     divisor = {"divide_constant": 8.0} if loss.kind is LossKind.DR_GRPO else {}
-    return trainer.update(
-        trainer.prepare(batch, loss, plan), make_step(trainer, loss, **divisor), **options
-    )
+    step = make_step(trainer, loss, **divisor)
+    return trainer.update(trainer.prepare(batch, loss, plan), step, hooks)
 
 
 def _assert_same_updates(
@@ -274,7 +277,7 @@ def test_a_cancelled_update_leaves_every_rank_as_it_was(base: FolderBase) -> Non
         for budget in (16, 40):
             plan = together(_plan(batch, loss, budget, EAGER), 2)
             with pytest.raises(RatoonError) as caught:
-                _update(two, batch, loss, plan, is_cancelled=_cancelled_after(2))
+                _update(two, batch, loss, plan, PassHooks(is_cancelled=_cancelled_after(2)))
             assert caught.value.code is ErrorCode.CANCELLED
             assert two.window_state is WindowState.EMPTY
             assert two.state_digest() == before
@@ -291,7 +294,7 @@ def test_a_rank_that_is_told_to_stop_stops_the_other(base: FolderBase) -> None:
         loss = make_loss(batch)
         plan = together(_plan(batch, loss, 40, DEFAULT_COSTS), 2)
         for is_cancelled in (_yes, never_cancelled):
-            hooks = PassHooks(on_progress=no_progress, is_cancelled=is_cancelled)
+            hooks = PassHooks(is_cancelled=is_cancelled)
             peer.start(MethodCall("__setattr__", ("hooks", hooks), {})).result()
             if is_cancelled is _yes:
                 with pytest.raises(RatoonError, match="cancelled after 0 of"):
@@ -325,7 +328,7 @@ def _progress_of_leader(peer: PipePeer, failing: int, on_progress: Any) -> Any:
     """Has `on_progress` called on one rank: rank 1, or whoever passes it to its pass."""
     if failing == 0:
         return on_progress
-    hooks = PassHooks(on_progress=on_progress, is_cancelled=never_cancelled)
+    hooks = PassHooks(on_progress=on_progress)
     peer.start(MethodCall("__setattr__", ("hooks", hooks), {})).result()
     return no_progress
 
@@ -339,7 +342,7 @@ def test_the_error_of_one_rank_is_the_callers_and_changes_nothing(base: FolderBa
         for failing, fail in product((0, 1), (_fail_between, _fail_in_a_layer)):
             on_progress = _progress_of_leader(peer, failing, fail)
             with pytest.raises(BrokenError):
-                _update(two, batch, loss, plan, on_progress=on_progress)
+                _update(two, batch, loss, plan, PassHooks(on_progress=on_progress))
             assert two.window_state is WindowState.EMPTY
             assert two.state_digest() == before
             _progress_of_leader(peer, failing, no_progress)

@@ -35,6 +35,7 @@ from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.gradient_window import WindowState
+from ratoon.train.spec import PassHooks
 from ratoon.train.stage_heads import RowHead, StageRun
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import LossKind
@@ -187,7 +188,7 @@ def test_a_cancel_ends_a_streamed_group_between_stages(trainer: Trainer) -> None
     loss = make_loss(batch)
     with pytest.raises(RatoonError) as caught:
         trainer.forward_backward(
-            trainer.prepare(batch, loss, _plan(batch, 100)), is_cancelled=is_cancelled
+            trainer.prepare(batch, loss, _plan(batch, 100)), PassHooks(is_cancelled=is_cancelled)
         )
     assert caught.value.code is ErrorCode.CANCELLED
     # Once before the micro-batch, and before the third of its five stages.
@@ -311,7 +312,7 @@ def test_what_an_abandoned_stream_left_on_the_host_is_let_go(trainer: Trainer) -
         with pytest.raises(RatoonError):
             trainer.forward_backward(
                 trainer.prepare(batch, make_loss(batch), _plan(batch, 92)),
-                is_cancelled=is_cancelled,
+                PassHooks(is_cancelled=is_cancelled),
             )
         assert max(asked) > 0
         trainer.discard_gradients()

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import FolderBase, ModelDtype, ModelSpec, PresetBase
 from ratoon.train.loss.spec import OptimStep
-from ratoon.train.spec import OptimizerStates, TrainerSpec
+from ratoon.train.spec import OptimizerStates, PassHooks, TrainerSpec
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import AdamWConfig, FullTuning, LoraTuning, LossKind, ParallelLayout
 from tests.tiny_models import write_folder
@@ -167,7 +167,7 @@ def test_what_fails_in_one_tenant_changes_nothing_of_another(tmp_path: Path) -> 
     before = left_by(one, "")
 
     with pytest.raises(RatoonError) as caught:
-        forward_backward(two, batch, loss, is_cancelled=lambda: True)
+        forward_backward(two, batch, loss, hooks=PassHooks(is_cancelled=lambda: True))
     assert caught.value.code is ErrorCode.CANCELLED
     two.discard_gradients()
     forward_backward(two, batch, loss)

@@ -17,6 +17,8 @@ from ratoon.rollout.packed import Stage, UpdatePlan
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.clock import DeviceClock
 from ratoon.train.gradient_window import WindowState
+from ratoon.train.prepare import without_bad
+from ratoon.train.spec import PassHooks
 from ratoon_proto.types import (
     DivideBy,
     LogprobsOf,
@@ -149,8 +151,9 @@ def test_cancel_stops_between_micro_batches_and_tears_the_window(base: FolderBas
             trainer,
             batch,
             loss,
-            on_progress=lambda *now: seen.append(now),
-            is_cancelled=lambda: len(seen) >= 3,
+            hooks=PassHooks(
+                on_progress=lambda *now: seen.append(now), is_cancelled=lambda: len(seen) >= 3
+            ),
         )
     assert caught.value.code is ErrorCode.CANCELLED
     assert caught.value.details["micro_batches_done"] == "2"
@@ -183,8 +186,10 @@ def test_cancelled_update_leaves_everything_as_it_was(base: FolderBase, after: i
         trainer.update(
             trainer.prepare(batch, loss, plan),
             make_step(trainer, loss),
-            on_progress=lambda *now: seen.append(now),
-            is_cancelled=lambda: seen[-1][0] >= limit,
+            PassHooks(
+                on_progress=lambda *now: seen.append(now),
+                is_cancelled=lambda: seen[-1][0] >= limit,
+            ),
         )
     assert caught.value.code is ErrorCode.CANCELLED
     assert trainer.window_state is WindowState.EMPTY
@@ -196,7 +201,8 @@ def test_progress_counts_unshared_tokens(base: FolderBase) -> None:
     trainer, batch = make_trainer(base, tokens=20), make_batch(6)
     loss = make_loss(batch)
     seen: list[tuple[int, int, int]] = []
-    report = forward_backward(trainer, batch, loss, on_progress=lambda *now: seen.append(now))
+    hooks = PassHooks(on_progress=lambda *now: seen.append(now))
+    report = forward_backward(trainer, batch, loss, hooks=hooks)
     planned = report.num_micro_batches
     assert [done for done, _, _ in seen] == list(range(planned + 1))
     assert {total for _, total, _ in seen} == {planned}
@@ -250,7 +256,7 @@ def test_a_call_that_drops_bad_rollouts_is_that_of_the_others(
                 trainer.prepare(batch, loss)
             assert caught.value.code == ErrorCode.STALE_ROLLOUTS
             assert caught.value.field == "groups[3].rollouts[0].policy_version"
-            batch = trainer.without_bad(batch, loss)
+            batch = without_bad(batch, loss, trainer.version)
         prepared = trainer.prepare(batch, loss)
         reports.append(trainer.forward_backward(prepared))
         gradients.append(gradients_of(trainer))
@@ -298,7 +304,9 @@ def test_a_call_of_which_bad_rollouts_leave_nothing_is_a_skipped_step(
     batch = validate_groups([builders.group([1], rollouts)], SHORT, drops_bad=True)
     loss = make_loss(batch, kind, kl=FROZEN, report_groups=True)
     before = weights_of(trainer)
-    prepared = trainer.prepare(trainer.without_bad(batch, loss), loss, logprobs_of=LogprobsOf.ALL)
+    prepared = trainer.prepare(
+        without_bad(batch, loss, trainer.version), loss, logprobs_of=LogprobsOf.ALL
+    )
     report = trainer.update(prepared, make_step(trainer, loss))
     assert report.skip_reason is SkipReason.NO_TOKENS
     assert (report.trained_tokens, report.num_groups, report.loss) == (0, 0, None)

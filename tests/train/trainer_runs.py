@@ -23,7 +23,7 @@ from ratoon.train.loss.spec import Loss, OptimStep
 from ratoon.train.optim.resolve import resolve_optim
 from ratoon.train.optim.state import OptimizerState
 from ratoon.train.rollout_figures import FoundRollouts
-from ratoon.train.spec import TrainerSpec
+from ratoon.train.spec import NO_HOOKS, PassHooks, TrainerSpec
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import (
     AdamWConfig,
@@ -151,10 +151,10 @@ def forward_backward(
     batch: RolloutBatch,
     loss: Loss,
     old_logprobs_J: NDArray[np.floating] | None = None,
-    **hooks: Any,
+    hooks: PassHooks = NO_HOOKS,
 ) -> StepReport:
     prepared = trainer.prepare(batch, loss, old_logprobs_J=old_logprobs_J)
-    return trainer.forward_backward(prepared, **hooks)
+    return trainer.forward_backward(prepared, hooks)
 
 
 def update(

@@ -1,5 +1,5 @@
-"""Keeps what a process imports or compiles out of its way: from the garbage collector, as most of it
-stays anyway, and libraries that nobody needs."""
+"""Keeps what a process imports or compiles from the garbage collector, as most of it stays anyway,
+and libraries that nobody needs from being imported."""
 
 from __future__ import annotations
 

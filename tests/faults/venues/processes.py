@@ -30,7 +30,7 @@ from ratoon.engine.journal.journal import Journal
 from ratoon.engine.journal.tables import open_database
 from ratoon.engine.policy.controller import Controller
 from ratoon.engine.policy.limits import Claims
-from ratoon.engine.policy.run import Policies, PolicyRun, Ports
+from ratoon.engine.policy.run import Policies, PolicyRun
 from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import Acknowledgement, Policy, PolicySpec
 from ratoon.engine.worker.tasks import WorkerLostError
@@ -134,7 +134,7 @@ def run_engine(settings: Settings) -> None:
     async def ask(name: str, args: tuple[Any, ...]) -> object:
         await start()
         if name == "policy":
-            row = await run.ports.journal.policy(run.policy_id)
+            row = await run.journal.policy(run.policy_id)
             assert row is not None
             return row.to_policy()
         if name == "read_output":
@@ -194,18 +194,15 @@ def run_receiver(settings: Settings) -> None:
 
 async def _make_run(settings: Settings) -> PolicyRun:
     paths = policy_paths(settings.data_root, settings.spec.policy_id)
-    ports = Ports(
+    archive = BlobArchive(_Store(settings), paths) if settings.has_store else Archive()
+    return PolicyRun(
+        spec=settings.spec,
+        trainer=settings.trainer,
         journal=Journal(open_database(f"sqlite:///{settings.database}")),
         worker=RpcWorker(settings),
         metrics=NoMetrics(),
         policies=cast("Policies", RpcEngine(settings)),
         now=time.time,
-    )
-    archive = BlobArchive(_Store(settings), paths) if settings.has_store else Archive()
-    return PolicyRun(
-        spec=settings.spec,
-        trainer=settings.trainer,
-        ports=ports,
         limits=settings.limits,
         checkpoints=settings.checkpoints,
         paths=paths,

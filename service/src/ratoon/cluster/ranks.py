@@ -85,8 +85,8 @@ class RankActor:
 
         from ratoon.engine.worker.kernels import CompileCache, start_compiler
         from ratoon.shards.copies import Copies
-        from ratoon.train.micro_batches import PassHooks
         from ratoon.train.ranks.rank import Rank
+        from ratoon.train.spec import PassHooks
 
         started, device = time.perf_counter(), torch.device(spec.device)
         if device.type == "cuda":

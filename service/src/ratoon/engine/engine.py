@@ -29,7 +29,7 @@ from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.callers import view_of
 from ratoon.engine.policy.controller import Controller
 from ratoon.engine.policy.limits import Claims
-from ratoon.engine.policy.run import PolicyRun, Ports
+from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.refusals import (
     not_up,
     operation_not_found,
@@ -411,13 +411,11 @@ class Engine:
         run = PolicyRun(
             spec=spec,
             trainer=trainer,
-            ports=Ports(
-                journal=self._journal,
-                worker=worker,
-                metrics=self._metrics,
-                policies=self,
-                now=time.time,
-            ),
+            journal=self._journal,
+            worker=worker,
+            metrics=self._metrics,
+            policies=self,
+            now=time.time,
             limits=settings.limits,
             checkpoints=settings.checkpoints,
             paths=paths,

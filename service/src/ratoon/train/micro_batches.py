@@ -28,6 +28,7 @@ from ratoon.rollout.forest import build_forest, pack
 from ratoon.rollout.packed import Forest, KeptTokens, MicroBatch, PackedBatch, Stage
 from ratoon.train.clock import Moment
 from ratoon.train.prepare import Prepared, PreparedForward
+from ratoon.train.spec import PassHooks
 from ratoon_kernels import SamplingMask, TreeLayout, best_tokens, build_layout, token_logprobs
 
 
@@ -234,22 +235,6 @@ def _run_best(head: LmHead, hidden_RD: Tensor, batch: DeviceBatch, part: HeadPar
     logprob_NB, order_NB = found.candidate_LK.sort(dim=1, descending=True, stable=True)
     best_NB = token_LB[part.terms].gather(1, order_NB)
     return replace(found, candidate_LK=logprob_NB, best_LK=best_NB)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassHooks:
-    """Called between micro-batches: `on_progress(done, planned, replicated tokens done)`."""
-
-    on_progress: Callable[[int, int, int], None]
-    is_cancelled: Callable[[], bool]
-
-
-def no_progress(done: int, planned: int, tokens: int) -> None:
-    """Progress that nobody follows."""
-
-
-def never_cancelled() -> bool:
-    return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

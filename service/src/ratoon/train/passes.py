@@ -35,7 +35,6 @@ from ratoon.train.loss.sums import LossSums
 from ratoon.train.micro_batches import (
     DeviceBatch,
     PackedMicroBatch,
-    PassHooks,
     TokenOutputs,
     packed_micro_batches,
     put,
@@ -44,11 +43,12 @@ from ratoon.train.micro_batches import (
 )
 from ratoon.train.prepare import Prepared, PreparedForward
 from ratoon.train.rollout_figures import TokenFigures, TokenParts
+from ratoon.train.spec import PassHooks
 from ratoon.train.stage_heads import add_up
 from ratoon.train.staged_batch import StagedBatch
 from ratoon_kernels import Span
 from ratoon_kernels.precision import accumulation_dtype
-from ratoon_proto.types import ReferenceKind
+from ratoon_proto.types import ReferenceKind, StepReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +234,45 @@ class ForwardColumns:
             rows=sum(done.rows for done in ranks),
             forward_s=max(done.forward_s for done in ranks),
             rank_seconds=tuple(done.forward_s for done in ranks),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardArrays:
+    """What a Forward answers per response token of the batch, [J], 0 where the mask is false.
+
+    float32; float64 for a float64 model. None: not asked for.
+    """
+
+    logprobs: NDArray[np.floating]
+    entropy: NDArray[np.floating] | None
+    report: StepReport
+    # [J, K]: the likeliest tokens, int32, the first one first, or the teacher's tokens of the
+    # rollouts; and their log-probs.
+    teacher: tuple[NDArray[np.int32], NDArray[np.floating]] | None = None
+    # None: there is no value head, or the reference has answered.
+    values: NDArray[np.floating] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        prepared: PreparedForward,
+        columns: ForwardColumns,
+        report: StepReport,
+        *,
+        with_entropy: bool,
+    ) -> ForwardArrays:
+        """What was asked for of the columns over all ranks."""
+        tokens_JK = columns.best_JK if prepared.num_best else prepared.candidates_JK
+        teacher = None
+        if tokens_JK is not None and columns.candidate_JK is not None:
+            teacher = tokens_JK, columns.candidate_JK
+        return cls(
+            logprobs=columns.logprob_J,
+            entropy=columns.entropy_J if with_entropy else None,
+            report=report,
+            teacher=teacher,
+            values=columns.value_J,
         )
 
 

@@ -32,10 +32,10 @@ from ratoon.rollout.batch import RolloutBatch, sent_field, sent_index
 from ratoon.rollout.offenders import offenders
 from ratoon.rollout.selection import trained_lengths
 from ratoon.shards.parts import origin_of
-from ratoon.train.micro_batches import PassHooks, no_progress
 from ratoon.train.optim.gradients import GradientSums
 from ratoon.train.passes import forward_backward_pass
 from ratoon.train.prepare import Prepared
+from ratoon.train.spec import PassHooks
 from ratoon.warning_kinds import WarningKind, warn
 from ratoon_proto.types import SelfCheckReport, StepWarning
 
@@ -110,7 +110,7 @@ def run_self_check(
         return NOT_CHECKED
     packed, alone = _packed_and_alone(prepared, sequence)
     (micro_batch,) = packed.plan.micro_batches
-    hooks = PassHooks(on_progress=no_progress, is_cancelled=is_cancelled)
+    hooks = PassHooks(is_cancelled=is_cancelled)
     # Stages have graphs of their own, and it may not fit at once.
     tokens = 0 if micro_batch.stages else micro_batch.packed_tokens
     try:

@@ -1,7 +1,9 @@
-"""What a trainer is built from: the policy's spec and the server's settings. Imports no torch."""
+"""What a trainer is built from: the policy's spec and the server's settings; and what it calls
+while it runs. Imports no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -108,3 +110,27 @@ class TrainerSpec:
         """The kind of optimizer states, once it is chosen."""
         assert self.optimizer_states is not None
         return self.optimizer_states
+
+
+def no_progress(done: int, planned: int, tokens: int) -> None:
+    """Progress that nobody follows."""
+
+
+def never_cancelled() -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassHooks:
+    """What a pass calls between micro-batches.
+
+    Attributes:
+        on_progress: Called with (micro-batches done, planned, replicated tokens done).
+        is_cancelled: Asked whether to stop: the pass then raises CANCELLED.
+    """
+
+    on_progress: Callable[[int, int, int], None] = no_progress
+    is_cancelled: Callable[[], bool] = never_cancelled
+
+
+NO_HOOKS = PassHooks()

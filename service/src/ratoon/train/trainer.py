@@ -20,7 +20,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial, reduce
 from itertools import count
 from pathlib import Path
@@ -47,20 +47,18 @@ from ratoon.train.clock import DeviceClock
 from ratoon.train.gradient_window import GradientWindow, Totals, WindowState
 from ratoon.train.imported import ImportedWeights, read_weights
 from ratoon.train.loss.spec import Loss, Normalisation, OptimStep
-from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress
 from ratoon.train.named_gradients import NamedGradients
 from ratoon.train.numerics import numerics_fingerprint
 from ratoon.train.optim.digest import digest_of_sums
 from ratoon.train.optim.resolve import check_patterns
 from ratoon.train.optimizer_step import run_optimizer_step
-from ratoon.train.passes import ForwardColumns, PassTotals
+from ratoon.train.passes import ForwardArrays, ForwardColumns, PassTotals
 from ratoon.train.prepare import (
     Prepared,
     PreparedForward,
     check_forward_logprobs,
     prepare,
     prepare_forward,
-    without_bad,
 )
 from ratoon.train.ranks.group import ALONE, HeldWeights, Others, RankGroup
 from ratoon.train.ranks.layout import lend_activations, load
@@ -69,28 +67,11 @@ from ratoon.train.rates import rates_of
 from ratoon.train.report import UsageMeter, forward_backward_report, forward_report, step_report
 from ratoon.train.rollout_figures import FoundRollouts
 from ratoon.train.self_check import NOT_CHECKED, SelfCheckOutcome, is_due, run_self_check
-from ratoon.train.spec import TrainerSpec
+from ratoon.train.spec import NO_HOOKS, PassHooks, TrainerSpec
 from ratoon.train.step_probe import probe_of
 from ratoon.train.verdicts import step_warnings
 from ratoon.train.warm_up import Compiling, few_rollouts
 from ratoon_proto.types import LogprobsOf, LossKind, Shard, StepReport
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardArrays:
-    """What a Forward answers per response token of the batch, [J], 0 where the mask is false.
-
-    float32; float64 for a float64 model. None: not asked for.
-    """
-
-    logprobs: NDArray[np.floating]
-    entropy: NDArray[np.floating] | None
-    report: StepReport
-    # [J, K]: the likeliest tokens, int32, the first one first, or the teacher's tokens of the
-    # rollouts; and their log-probs.
-    teacher: tuple[NDArray[np.int32], NDArray[np.floating]] | None = None
-    # None: there is no value head, or the reference has answered.
-    values: NDArray[np.floating] | None = None
 
 
 class Trainer:
@@ -235,10 +216,6 @@ class Trainer:
             is_beside=is_beside,
         )
 
-    def without_bad(self, batch: RolloutBatch, loss: Loss) -> RolloutBatch:
-        """`batch` without what the loss refuses at this version; `train.prepare.without_bad`."""
-        return without_bad(batch, loss, self.version)
-
     def prepare(
         self,
         batch: RolloutBatch,
@@ -283,9 +260,7 @@ class Trainer:
     def forward_backward(
         self,
         prepared: Prepared,
-        *,
-        on_progress: Callable[[int, int, int], None] = no_progress,
-        is_cancelled: Callable[[], bool] = never_cancelled,
+        hooks: PassHooks = NO_HOOKS,
     ) -> StepReport:
         """Add the gradient sum of the batch's loss to the window, cut as the plan says.
 
@@ -295,18 +270,16 @@ class Trainer:
 
         Args:
             prepared: What `prepare` made on this version.
-            on_progress: Called between micro-batches with (done, planned, replicated tokens done).
-            is_cancelled: Asked between micro-batches.
+            hooks: Called between micro-batches.
 
         Raises:
             RatoonError: CANCELLED, and what `GradientWindow.check` raises.
         """
         self.await_compiler()
         assert prepared.version == self.version, "prepared on another version"
-        self_check = self._self_check(prepared, is_cancelled)
+        self_check = self._self_check(prepared, hooks.is_cancelled)
         is_only = self.is_window_empty and prepared.plan.is_one_backward
         self._window.begin(prepared.loss)
-        hooks = PassHooks(on_progress=on_progress, is_cancelled=is_cancelled)
         ranks = self.ranks.run_pass(hooks, Rank.forward_backward, prepared, is_only=is_only)
         done = PassTotals.over(ranks)
         totals = Totals.of_pass(prepared, done)
@@ -329,12 +302,7 @@ class Trainer:
         return self._optimizer_step(step, StepReport())
 
     def update(
-        self,
-        prepared: Prepared,
-        step: OptimStep,
-        *,
-        on_progress: Callable[[int, int, int], None] = no_progress,
-        is_cancelled: Callable[[], bool] = never_cancelled,
+        self, prepared: Prepared, step: OptimStep, hooks: PassHooks = NO_HOOKS
     ) -> StepReport:
         """Run `forward_backward`, with its arguments, and its optimizer step, in one report.
 
@@ -343,9 +311,7 @@ class Trainer:
         """
         self._require_empty_window()
         try:
-            report = self.forward_backward(
-                prepared, on_progress=on_progress, is_cancelled=is_cancelled
-            )
+            report = self.forward_backward(prepared, hooks)
         except BaseException:
             self.discard_gradients()
             raise
@@ -365,7 +331,7 @@ class Trainer:
         """
         if self.found is None:
             return NOT_CHECKED
-        return self._self_check(self.found.prepared, never_cancelled)
+        return self._self_check(self.found.prepared, NO_HOOKS.is_cancelled)
 
     def copy_weights(self) -> HeldWeights:
         """Copy the weights to the hosts; any thread may write the copy until the next call."""
@@ -395,39 +361,28 @@ class Trainer:
     def forward(
         self,
         prepared: PreparedForward,
+        hooks: PassHooks = NO_HOOKS,
         *,
         with_entropy: bool,
         use_reference: bool,
-        on_progress: Callable[[int, int, int], None] = no_progress,
-        is_cancelled: Callable[[], bool] = never_cancelled,
     ) -> ForwardArrays:
         """Compute log-probs of the batch's trained tokens; changes nothing.
 
         Args:
             prepared: What `prepare_forward` made.
+            hooks: Called between micro-batches.
             with_entropy: Whether to return entropies as well.
             use_reference: Whether the frozen reference computes them, not the policy.
-            on_progress, is_cancelled: As for `forward_backward`.
 
         Raises:
             RatoonError: CANCELLED; INVALID_ARGUMENT without a reference; INTERNAL if the plan is of
                 another batch.
         """
         self.await_compiler()
-        hooks = PassHooks(on_progress=on_progress, is_cancelled=is_cancelled)
         ranks = self.ranks.run_pass(hooks, Rank.forward, prepared, use_reference=use_reference)
         columns = ForwardColumns.over(ranks)
-        tokens_JK = columns.best_JK if prepared.num_best else prepared.candidates_JK
-        teacher = None
-        if tokens_JK is not None and columns.candidate_JK is not None:
-            teacher = tokens_JK, columns.candidate_JK
-        return ForwardArrays(
-            logprobs=columns.logprob_J,
-            entropy=columns.entropy_J if with_entropy else None,
-            report=forward_report(prepared, columns, self._meter),
-            teacher=teacher,
-            values=columns.value_J,
-        )
+        report = forward_report(prepared, columns, self._meter)
+        return ForwardArrays.of(prepared, columns, report, with_entropy=with_entropy)
 
     @property
     def window_state(self) -> WindowState:

@@ -1,45 +1,31 @@
 """Files by which a start finds that the journal has lost operations, and what becomes of it.
 
-Versions and checkpoints name the operation that they are of, the position file how far the journal
-had come. A start that finds the journal behind any of them writes `loss.json` and refuses the
-policy; `ratoon recover` writes the operator's decision beside it, which the next start carries out.
-A decision is about one state of the journal: for any other it says nothing.
-
-The journal counts the writes that callers are told of, and after which files are deleted; after
-each of them the count goes into the file `position` of the policy's folder. A journal whose count
-is lower than the file's has lost committed writes, whatever the cause. The file is not synced, as
-it need not survive what the journal survives: a power cut may leave it older than the journal,
-which says nothing. It is never newer than what was committed.
+Versions and checkpoints name the operation that they are of, the position file (`files.paths`) how
+far the journal had come. A start that finds the journal behind any of them writes `loss.json` and
+refuses the policy; `ratoon recover` writes the operator's decision beside it, which the next start
+carries out. A decision is about one state of the journal: for any other it says nothing.
 """
 
 from __future__ import annotations
 
-import os
-import struct
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from ratoon.engine.files.paths import PolicyPaths, names_in
 from ratoon.errors import RatoonError, invalid
-from ratoon.log import get_logger
 from ratoon.stream.files import (
     DamagedFileError,
     digest_bytes,
-    seal_bytes,
     seal_document,
-    unseal_bytes,
     unseal_document,
     write_atomic,
 )
 from ratoon.stream.manifest import MadeBy
 from ratoon.stream.versions import list_versions, read_manifest
 from ratoon.train.saved_state import SavedState, read_saved_state
-
-_LOG = get_logger("position")
-_FIELDS = struct.Struct(">5Q")
 
 
 class Choice(StrEnum):
@@ -206,42 +192,3 @@ def _loss(document: dict[str, Any]) -> JournalLoss:
         adoptable=document["adoptable"],
         obstacle=document["obstacle"],
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
-    """`count`: of the journal's writes. `token`: the newest fencing token.
-
-    `max_seq`: the highest seq accepted. `last_seq`: the highest that ended in its turn.
-    """
-
-    count: int = 0
-    token: int = 0
-    max_seq: int = 0
-    last_seq: int = 0
-    version: int = 0
-
-
-def read_position(path: Path) -> Position | None:
-    """Read the file; None: there is none, or a power cut or a disk has torn it."""
-    try:
-        values = _FIELDS.unpack(unseal_bytes(path.read_bytes()))
-    except FileNotFoundError:
-        return None
-    except (OSError, DamagedFileError, struct.error) as err:
-        _LOG.warning("position unreadable", path=str(path), reason=str(err))
-        return None
-    count, token, max_seq, last_seq, version = values
-    return Position(count=count, token=token, max_seq=max_seq, last_seq=last_seq, version=version)
-
-
-def write_position(path: Path, position: Position) -> None:
-    """Write all of it in place, by one call, into the page cache. Never raises `OSError`."""
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            os.pwrite(descriptor, seal_bytes(_FIELDS.pack(*astuple(position))), 0)
-        finally:
-            os.close(descriptor)
-    except OSError as err:
-        _LOG.warning("position not written", path=str(path), reason=str(err))

@@ -11,24 +11,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
+import struct
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path, PurePosixPath
 
 from ratoon.engine.commands import SentBody
 from ratoon.errors import ErrorCode, RatoonError, invalid, shown
+from ratoon.log import get_logger
 from ratoon.model.folder import ModelFolder
 from ratoon.stream.files import (
+    DamagedFileError,
     find_leftovers,
     fsync_folder,
     keep_file,
     make_folder,
     remove_folder,
+    seal_bytes,
+    unseal_bytes,
     write_atomic,
 )
 
+_LOG = get_logger("position")
+_POSITION = struct.Struct(">5Q")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 # Folder below the data root. The rest of a folder that is being removed has a temporary name there.
 POLICIES = "policies"
@@ -74,7 +82,7 @@ class PolicyPaths:
 
     @property
     def position(self) -> Path:
-        """How far the journal had come: see `files.losses`."""
+        """How far the journal had come: see `Position`."""
         return self.root / "position"
 
     @property
@@ -311,6 +319,52 @@ def _file_id(path: Path) -> _FileId | None:
     except FileNotFoundError:
         return None
     return _FileId(inode=stat.st_ino, modified_ns=stat.st_mtime_ns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """How far the journal has come, by the file `position` of the policy's folder.
+
+    The journal counts the writes that callers are told of, and after which files are deleted; after
+    each of them the file is written. A journal whose count is lower than the file's has lost
+    committed writes, whatever the cause. The file is not synced, as it need not survive what the
+    journal survives: a power cut may leave it older than the journal, which says nothing. It is
+    never newer than what was committed.
+
+    `count`: of the journal's writes. `token`: the newest fencing token. `max_seq`: the highest seq
+    accepted. `last_seq`: the highest that ended in its turn.
+    """
+
+    count: int = 0
+    token: int = 0
+    max_seq: int = 0
+    last_seq: int = 0
+    version: int = 0
+
+
+def read_position(path: Path) -> Position | None:
+    """Read the file; None: there is none, or a power cut or a disk has torn it."""
+    try:
+        values = _POSITION.unpack(unseal_bytes(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except (OSError, DamagedFileError, struct.error) as err:
+        _LOG.warning("position unreadable", path=str(path), reason=str(err))
+        return None
+    count, token, max_seq, last_seq, version = values
+    return Position(count=count, token=token, max_seq=max_seq, last_seq=last_seq, version=version)
+
+
+def write_position(path: Path, position: Position) -> None:
+    """Write all of it in place, by one call, into the page cache. Never raises `OSError`."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            os.pwrite(descriptor, seal_bytes(_POSITION.pack(*astuple(position))), 0)
+        finally:
+            os.close(descriptor)
+    except OSError as err:
+        _LOG.warning("position not written", path=str(path), reason=str(err))
 
 
 def names_in(folder: Path) -> list[str]:

@@ -16,6 +16,8 @@ from enum import StrEnum
 from functools import cache
 from typing import Any, cast
 
+from google.protobuf.message import Message
+
 from ratoon.engine.commands import COMMANDS, Command, ForwardCommand, RefusedCommand
 from ratoon.engine.types import (
     CheckpointInfo,
@@ -30,6 +32,7 @@ from ratoon.engine.worker.tasks import Choices, TeacherAnswer
 from ratoon.model.spec import FolderBase, ModelInfo, ModelSpec, PresetBase
 from ratoon.rollout.packed import MicroBatch, Stage, UpdatePlan
 from ratoon_proto import types as proto
+from ratoon_proto.v1 import operation_pb2, policy_pb2, training_pb2
 
 _TAG = "$"
 
@@ -91,25 +94,27 @@ TAGS: dict[str, type] = {
     "bad_rollout": proto.BadRollout,
 }
 _TAG_OF = {cls: tag for tag, cls in TAGS.items()}
+
+
+def _from(message: type[Message], number: int) -> frozenset[str]:
+    """Names of the message's fields with this number or a higher one."""
+    return frozenset(field.name for field in message.DESCRIPTOR.fields if field.number >= number)
+
+
 # Fields that came after values had been hashed: left out at their default, so that a value without
-# them has the text that it had.
+# them has the text that it had. A message's next field is among them by its number.
 _ADDED: dict[type, frozenset[str]] = {
     ForwardCommand: frozenset({"num_teacher_tokens", "with_teacher_logprobs"}),
     Choices: frozenset({"teachers"}),
     ModelSpec: frozenset({"value_head"}),
-    proto.LossConfig: frozenset({"distillation", "value"}),
-    proto.KlConfig: frozenset({"teachers"}),
-    proto.DistillationConfig: frozenset({"teachers", "num_teacher_tokens"}),
-    proto.StepResult: frozenset({"teachers"}),
-    proto.StepReport: frozenset(
-        {
-            *("teacher_kl", "teacher_mass", "policy_mass"),
-            *("value_loss", "value_mean", "return_mean"),
-            *("explained_variance", "value_clip_fraction"),
-        }
-    ),
-    proto.LoraTuning: frozenset({"use_rslora"}),
-    proto.PublishConfig: frozenset({"merged"}),
+    proto.LossConfig: _from(training_pb2.LossConfig, 36),
+    proto.KlConfig: _from(training_pb2.KlConfig, 5),
+    proto.DistillationConfig: _from(training_pb2.DistillationConfig, 4),
+    proto.StepResult: _from(operation_pb2.StepResult, 5),
+    proto.StepReport: frozenset({"teacher_kl", "teacher_mass", "policy_mass"})
+    | _from(training_pb2.StepReport, 111),
+    proto.LoraTuning: _from(policy_pb2.LoraTuning, 4),
+    proto.PublishConfig: _from(policy_pb2.PublishConfig, 4),
 }
 _PLAIN = (bool, int, float, str)
 

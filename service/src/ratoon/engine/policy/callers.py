@@ -94,7 +94,7 @@ class Admission:
         """
         run, command = self._run, submission.command
         assert isinstance(command, LoadCheckpointCommand)
-        known = await run.ports.journal.checkpoints(run.policy_id)
+        known = await run.journal.checkpoints(run.policy_id)
         if all(checkpoint.info.name != command.checkpoint_id for checkpoint in known):
             raise checkpoint_not_found(command.checkpoint_id)
         seq, free = self._seq(submission.key), run.sequencer.next_free
@@ -159,7 +159,7 @@ class Admission:
 
     async def find(self, key: SeqKey | RequestKey, payload: str) -> OperationRecord | None:
         """The operation that a retry repeats. Raises KEY_REUSED for another payload."""
-        record = await self._run.ports.journal.find_key(self._run.policy_id, key)
+        record = await self._run.journal.find_key(self._run.policy_id, key)
         if record is None or record.state is JournalState.LOST:
             return record  # The payload of a lost operation may be lost too.
         check_reuse(key, payload, record)
@@ -212,7 +212,7 @@ class Admission:
         self, operation_id: str, submission: Submission
     ) -> AsyncGenerator[None, None]:
         """Count the operation as open, and its tokens as used, unless the block refuses it."""
-        run, now = self._run, self._run.ports.now()
+        run, now = self._run, self._run.now()
         holder, num_tokens = submission.holder, submission.num_tokens
         with full_disk_refused():
             await run.claims.take(
@@ -265,7 +265,7 @@ class Admission:
             body_digest=command.body_digest,
             body_bytes=submission.body_bytes,
             key_id=submission.holder.key_id,
-            created_at=self._run.ports.now(),
+            created_at=self._run.now(),
         )
 
 
@@ -334,7 +334,7 @@ class OperationViews:
 
     async def past(self, operation_id: str) -> OperationRecord:
         """A journaled operation that is no longer in memory. Raises OPERATION_NOT_FOUND."""
-        record = await self._run.ports.journal.find_operation(operation_id)
+        record = await self._run.journal.find_operation(operation_id)
         if record is None or record.policy_id != self._run.policy_id:
             raise operation_not_found(operation_id)
         if record.kind.is_lifecycle:
@@ -374,7 +374,7 @@ class OperationViews:
 
     async def _ask_progress(self, live: LiveOperation) -> None:
         with contextlib.suppress(WorkerLostError):
-            live.progress = await self._run.ports.worker.call(WorkerCore.progress)
+            live.progress = await self._run.worker.call(WorkerCore.progress)
 
     def _missing(self, live: LiveOperation) -> int:
         """The missing seq that blocks a queued operation; 0: none."""

@@ -75,7 +75,7 @@ class Checkpointer:
         """Count what ended since the newest checkpoint, and free what an earlier run left."""
         run = self._run
         self._since = _Since()
-        known = await run.ports.journal.checkpoints(run.policy_id)
+        known = await run.journal.checkpoints(run.policy_id)
         names = {checkpoint.info.checkpoint_id for checkpoint in known}
         if run.stored_outcome is not None:
             # Its record is completed when its turn comes.
@@ -84,7 +84,7 @@ class Checkpointer:
         await drop_unknown_checkpoints(run, names)
         self.must_collect = True
         newest_seq = known[-1].info.seq if known else 0
-        for record in await run.ports.journal.records_from(run.policy_id, newest_seq + 1):
+        for record in await run.journal.records_from(run.policy_id, newest_seq + 1):
             if record.state.is_final:
                 self.note(record)
         if run.replays:
@@ -152,12 +152,12 @@ class Checkpointer:
             version=run.version,
             seq=seq,
             replay_from_seq=run.window.replay_from(seq),
-            created_at=run.ports.now(),
+            created_at=run.now(),
             size_bytes=0,
         )
         run.reach(CrashPoint.ENGINE_BEFORE_CHECKPOINT)
         try:
-            digest = await run.ports.worker.call(WorkerCore.snapshot, run.token)
+            digest = await run.worker.call(WorkerCore.snapshot, run.token)
         except RatoonError as error:
             self._failed(info, error)
             return
@@ -186,8 +186,8 @@ class Checkpointer:
         """
         run, keep = self._run, self._run.checkpoints.keep
         self.must_collect = False
-        now = run.ports.now()
-        covered = await run.ports.journal.collect(run.token, run.policy_id, keep, now)
+        now = run.now()
+        covered = await run.journal.collect(run.token, run.policy_id, keep, now)
         run.has_come_to(covered.position)
         run.named = tuple(each for each in run.named if not is_over(each.expires_at, now))
         run.reach(CrashPoint.ENGINE_AFTER_DROP)
@@ -217,13 +217,13 @@ class Checkpointer:
 
     async def _write(self, checkpoint: Checkpoint) -> None:
         run, info = self._run, checkpoint.info
-        known = await run.ports.journal.checkpoints(run.policy_id)
+        known = await run.journal.checkpoints(run.policy_id)
         if info.checkpoint_id not in {earlier.info.checkpoint_id for earlier in known}:
             folder = run.paths.checkpoint(info.checkpoint_id)
             # An attempt that failed before it was journaled leaves a folder.
             await _drop(run, info.checkpoint_id)
             as_of = AsOf(seq=info.seq, replay_from_seq=info.replay_from_seq)
-            size_bytes = await run.ports.worker.call(
+            size_bytes = await run.worker.call(
                 WorkerCore.write_snapshot, run.token, str(folder), as_of
             )
             await run.archive.keep_checkpoint(info.checkpoint_id)
@@ -234,7 +234,7 @@ class Checkpointer:
 
     async def _cover(self, automatic: Checkpoint | None) -> None:
         run, keep = self._run, self._run.checkpoints.keep
-        covered = await run.ports.journal.cover(run.token, run.policy_id, automatic, keep)
+        covered = await run.journal.cover(run.token, run.policy_id, automatic, keep)
         run.has_come_to(covered.position)
         run.reach(CrashPoint.ENGINE_AFTER_COVER)
         await self._collect(covered)

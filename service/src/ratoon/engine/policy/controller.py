@@ -122,7 +122,7 @@ class Controller:
         await self._turns.stop(grace_s)
         await self._run.archive.stop()
         for live in self._run.ledger.open_operations():
-            live.fail(cancelled(live.operation_id), self._run.ports.now())
+            live.fail(cancelled(live.operation_id), self._run.now())
             self._run.ledger.settle(live)
         self._publisher.wake()
 
@@ -163,6 +163,7 @@ class Controller:
         self._check_taking(submission.command)
         self._admission.check(submission)
         operation_id = new_operation_id(self._run.policy_id)
+        key, payload, first = submission.key, payload_hash(submission.command), None
         refusal = await self._admission.hold(operation_id, submission)
         try:
             async with self._queue():
@@ -171,7 +172,8 @@ class Controller:
                 if is_failed:
                     await self._turns.given_up()
                     await stand_by(self._run)
-                first = await self._first(submission)
+                if not isinstance(key, NoKey):
+                    first = await self._admission.find(key, payload)
                 if first is None and refusal is not None:
                     raise refusal
                 self._lacks_seq = self._lacks_seq and not (is_failed or self._turns.is_known)
@@ -179,7 +181,7 @@ class Controller:
                     raise _read_again()
                 if first is None and is_failed:
                     await self._admission.check_way_back(submission)
-                record = first or await self._accept(operation_id, submission)
+                record = first or await self._accept(operation_id, submission, payload)
                 if is_failed and not record.state.is_final:
                     self._turns.bring_back()
         except JournalUnknownError as err:
@@ -229,7 +231,7 @@ class Controller:
         if not live.is_final:
             live.cancel_requested = True
             with contextlib.suppress(WorkerLostError):  # The turn loop recovers.
-                await self._run.ports.worker.call(WorkerCore.cancel, operation_id)
+                await self._run.worker.call(WorkerCore.cancel, operation_id)
         return await self._views.of(live)
 
     async def weight_manifest(
@@ -364,7 +366,7 @@ class Controller:
         Returns what it was. Raises CHECKPOINT_NOT_FOUND, POLICY_NOT_READY, POLICY_FAILED, and
         UNAVAILABLE where the journal does not answer.
         """
-        found = await self._named(self._run.ports.journal.release, name)
+        found = await self._named(self._run.journal.release, name)
         if found is None:
             raise checkpoint_not_found(name)
         self._turns.collect()
@@ -375,7 +377,7 @@ class Controller:
 
         Returns what it was. Raises WEIGHTS_NOT_FOUND, and otherwise as `delete_checkpoint`.
         """
-        found = await self._named(self._run.ports.journal.unname, name)
+        found = await self._named(self._run.journal.unname, name)
         if found is None:
             raise version_not_found(name)
         self._turns.collect()
@@ -386,10 +388,8 @@ class Controller:
 
         Raises CHECKPOINT_NOT_FOUND, WEIGHTS_NOT_FOUND, and otherwise as `delete_checkpoint`.
         """
-        expires_at = None if ttl_s is None else self._run.ports.now() + ttl_s
-        change = partial(
-            self._run.ports.journal.set_expiry, expires_at=expires_at, of_version=of_version
-        )
+        expires_at = None if ttl_s is None else self._run.now() + ttl_s
+        change = partial(self._run.journal.set_expiry, expires_at=expires_at, of_version=of_version)
         if await self._named(change, name, stays=True) is None:
             raise version_not_found(name) if of_version else checkpoint_not_found(name)
 
@@ -425,8 +425,8 @@ class Controller:
         failed."""
         if self._run.failure:
             return
-        now = self._run.ports.now()
-        known = await self._run.ports.journal.checkpoints(self._run.policy_id)
+        now = self._run.now()
+        known = await self._run.journal.checkpoints(self._run.policy_id)
         infos = (*(checkpoint.info for checkpoint in known), *self._run.named)
         if any(is_over(info.expires_at, now) for info in infos):
             self._turns.collect()
@@ -448,15 +448,9 @@ class Controller:
         finally:
             self._lock.release()
 
-    async def _first(self, submission: Submission) -> OperationRecord | None:
-        """The operation that this submission retries, if any."""
-        if isinstance(submission.key, NoKey):
-            return None
-        payload = payload_hash(submission.command)
-        return await self._admission.find(submission.key, payload)
-
-    async def _accept(self, operation_id: str, submission: Submission) -> OperationRecord:
-        payload = payload_hash(submission.command)
+    async def _accept(
+        self, operation_id: str, submission: Submission, payload: str
+    ) -> OperationRecord:
         record = await self._admission.accept(operation_id, submission, payload)
         if 0 < record.seq < self._run.sequencer.highest:
             for live in self._run.ledger.open_operations():
@@ -469,14 +463,14 @@ class Controller:
         """Digests of Forward results that open operations, or a recovery, will read."""
         run = self._run
         records = [live.record for live in run.ledger.open_operations()]
-        digests = set(await run.ports.journal.results_in_use(run.policy_id))
+        digests = set(await run.journal.results_in_use(run.policy_id))
         # Choices of running operations, and of those whose end is not journaled yet.
         names = [r.choices.old_logprobs for r in records if r.choices is not None]
         digests.update(name.partition(".")[0] for name in names if name)
         forwards = {r.command.forward_id for r in records if r.command is not None}
         for operation_id in filter(None, forwards):
             live = run.ledger.find(operation_id)
-            record = live.record if live else await run.ports.journal.find_operation(operation_id)
+            record = live.record if live else await run.journal.find_operation(operation_id)
             if record is not None and isinstance(record.result, ForwardResult):
                 digests.add(record.result.digest)
         return frozenset(digests)

@@ -70,7 +70,6 @@ class Executor:
         self._run = run
         self._lost_workers = LostWorkers()
         self._checkpointer = checkpointer
-        self._builder = TaskBuilder(run)
         self._publisher = publisher
 
     async def run_sequenced(self, live: LiveOperation) -> None:
@@ -89,23 +88,23 @@ class Executor:
         """Skip an operation that ended before its turn; the worker counts its seq."""
         run = self._run
         outcome = Outcome.of_error(record.operation_id, cancelled(record.operation_id))
-        await run.ports.worker.call(WorkerCore.skip, run.token, record.seq, outcome)
+        await run.worker.call(WorkerCore.skip, run.token, record.seq, outcome)
         if record.state is JournalState.FAILED and record.effect.adds_to_window:
             run.window = run.window.with_failed(record.seq)
 
     async def run_forward(self, live: LiveOperation) -> None:
         """Run a Forward without a key: not journaled, on the newest version."""
         run = self._run
-        live.start(run.ports.now())
+        live.start(run.now())
         try:
             task = await self._task(live)
         except RatoonError as error:
             outcome = Outcome.of_error(live.operation_id, error)
         else:
-            call = run.ports.worker.call(WorkerCore.forward, run.token, task)
+            call = run.worker.call(WorkerCore.forward, run.token, task)
             outcome = await self._lost_workers.counted(live.operation_id, call)
         await run.bodies.release(live.operation_id, live.record.body_digest)
-        self._settle(live, _JOURNAL_STATE[outcome.state], outcome.result, run.ports.now())
+        self._settle(live, _JOURNAL_STATE[outcome.state], outcome.result, run.now())
 
     async def restore_window(self) -> None:
         """Make the worker's gradients those of the window's applied operations."""
@@ -114,7 +113,7 @@ class Executor:
     async def _apply(self, live: LiveOperation) -> Outcome:
         """Have the worker run the operation, or skip it where it may not run or is cancelled."""
         run = self._run
-        live.start(run.ports.now())
+        live.start(run.now())
         run.send(telemetry.entered(live.record, JournalState.APPLYING))
         try:
             task = await self._task(live)
@@ -129,13 +128,13 @@ class Executor:
             selected = run.window.select(command.include_seqs, allow_empty=command.allow_empty)
             if selected != run.window.applied:
                 await self._restore(selected)
-        call = run.ports.worker.call(WorkerCore.apply, run.token, task)
+        call = run.worker.call(WorkerCore.apply, run.token, task)
         return await self._lost_workers.counted(live.operation_id, call)
 
     async def _task(self, live: LiveOperation) -> Task:
         """Make the operation's choices. Raises `RatoonError` where it may not run."""
         self._lost_workers.check(live.operation_id)
-        choices = await self._builder.choose(live.record)
+        choices = await self._choose(live.record)
         if live.unanswered is not None:
             raise live.unanswered
         choices = replace(choices, teachers=live.answers or ())
@@ -161,13 +160,13 @@ class Executor:
         if isinstance(command, OptimStepCommand) and command.discard_on_poison:
             discards = error.code is ErrorCode.WINDOW_POISONED
             outcome = replace(outcome, discards_gradients=discards)
-        return await run.ports.worker.call(WorkerCore.skip, run.token, record.seq, outcome)
+        return await run.worker.call(WorkerCore.skip, run.token, record.seq, outcome)
 
     async def _restore(self, seqs: tuple[int, ...]) -> None:
         """Have the worker compute the gradients of these ForwardBackwards again."""
         run, records = self._run, self._run.window.records
         tasks = tuple(records[seq].to_task(run.paths) for seq in seqs)
-        await run.ports.worker.call(WorkerCore.restore, run.token, tasks)
+        await run.worker.call(WorkerCore.restore, run.token, tasks)
 
     async def _archived(self, outcome: Outcome) -> Outcome:
         """Archive a saved checkpoint; where that fails, the save fails."""
@@ -219,7 +218,7 @@ class Executor:
         """The operation's end as it is journaled. `version`: the policy's afterwards."""
         run, result, done = self._run, outcome.result, state is JournalState.APPLIED
         saved, named, keep_last = None, None, 0
-        command, now = record.command, run.ports.now()
+        command, now = record.command, run.now()
         if done and isinstance(command, SaveCheckpointCommand | PublishVersionCommand):
             assert isinstance(result, CheckpointInfo | NamedVersion)
             expires_at = None if command.ttl_s is None else now + command.ttl_s
@@ -297,25 +296,7 @@ class Executor:
         now = telemetry.versions(run.policy_id, run.version, run.published)
         run.send([*telemetry.ended(live.record), *now])
 
-
-def _closes_window(record: OperationRecord, state: JournalState) -> bool:
-    """Whether no window is open after an operation that has ended in this state."""
-    is_applied = state is JournalState.APPLIED and record.effect.closes_window
-    return is_applied or state is JournalState.DISCARDED
-
-
-def _has_subset(record: OperationRecord) -> bool:
-    """Whether an OptimStep may have left only part of the window's gradients on the worker."""
-    return isinstance(record.command, OptimStepCommand) and bool(record.command.include_seqs)
-
-
-class TaskBuilder:
-    """Reads the run and the journal; changes neither."""
-
-    def __init__(self, run: PolicyRun) -> None:
-        self._run = run
-
-    async def choose(self, record: OperationRecord) -> Choices:
+    async def _choose(self, record: OperationRecord) -> Choices:
         """All choices but the cuts of a batch, which the worker makes.
 
         Raises the error of a refused call, VERSION_MISMATCH, WINDOW_OPEN, WINDOW_EMPTY,
@@ -357,7 +338,7 @@ class TaskBuilder:
     ) -> CheckpointInfo:
         run = self._run
         name = command.checkpoint_id or f"seq{record.seq}-v{run.version}"
-        checkpoints = await run.ports.journal.checkpoints(run.policy_id)
+        checkpoints = await run.journal.checkpoints(run.policy_id)
         for known in (checkpoint.info for checkpoint in checkpoints):
             if known.name == name and not command.overwrite:
                 where = f"{known.version} at seq {known.seq}"
@@ -379,7 +360,7 @@ class TaskBuilder:
 
     async def _to_load(self, command: LoadCheckpointCommand) -> CheckpointInfo:
         run = self._run
-        for checkpoint in await run.ports.journal.checkpoints(run.policy_id):
+        for checkpoint in await run.journal.checkpoints(run.policy_id):
             info = checkpoint.info
             if info.name == command.checkpoint_id:
                 await run.archive.restore_checkpoint(info.checkpoint_id)
@@ -393,7 +374,7 @@ class TaskBuilder:
             return Choices()
         run = self._run
         live = run.ledger.find(operation_id)
-        record = live.record if live else await run.ports.journal.find_operation(operation_id)
+        record = live.record if live else await run.journal.find_operation(operation_id)
         if record is None:
             # A Forward without a key is not journaled; its files exist until they expire.
             for path in run.paths.results.iterdir():
@@ -410,6 +391,17 @@ class TaskBuilder:
         if not (run.paths.results / name).exists():
             raise invalid(field, "a Forward whose result has expired", expected)
         return Choices(old_logprobs=name, old_version=record.result.version)
+
+
+def _closes_window(record: OperationRecord, state: JournalState) -> bool:
+    """Whether no window is open after an operation that has ended in this state."""
+    is_applied = state is JournalState.APPLIED and record.effect.closes_window
+    return is_applied or state is JournalState.DISCARDED
+
+
+def _has_subset(record: OperationRecord) -> bool:
+    """Whether an OptimStep may have left only part of the window's gradients on the worker."""
+    return isinstance(record.command, OptimStepCommand) and bool(record.command.include_seqs)
 
 
 def _exists(field: str, name: str, what: str, version: object) -> RatoonError:

@@ -152,10 +152,10 @@ class Idle:
         async with self._lock:
             if self._is_needed() or run.state is not PolicyState.READY:
                 return
-            await run.ports.journal.set_policy(run.token, run.policy_id, PolicyState.RELEASED, None)
+            await run.journal.set_policy(run.token, run.policy_id, PolicyState.RELEASED, None)
             run.enter(PolicyState.RELEASED)
         run.reach(CrashPoint.ENGINE_AFTER_PUT_AWAY)
-        await run.ports.worker.release()
+        await run.worker.release()
         _LOG.info("policy put away", policy_id=run.policy_id, version=run.version)
         self.answer(None)
 
@@ -169,7 +169,7 @@ class Idle:
             for live in run.ledger.open_operations():
                 await cancel_queued(run, live)
             why = f"nobody has called it for {run.spec.idle_ttl_s:g} s"
-            failure, position = await run.ports.journal.end_policy(run.token, run.policy_id, why)
+            failure, position = await run.journal.end_policy(run.token, run.policy_id, why)
             run.has_come_to(position)
             run.enter(PolicyState.ENDED, failure)
         _LOG.warning("policy ended", policy_id=run.policy_id, reason=failure)

@@ -26,16 +26,20 @@ from ratoon.engine.files.losses import (
     Choice,
     Facts,
     JournalLoss,
-    Position,
     find_checkpoints,
     find_versions,
     forget_loss,
     read_decision,
-    read_position,
     write_loss,
+)
+from ratoon.engine.files.paths import (
+    PolicyPaths,
+    Position,
+    move_to,
+    names_in,
+    read_position,
     write_position,
 )
-from ratoon.engine.files.paths import PolicyPaths, move_to, names_in
 from ratoon.engine.journal.records import (
     AUTOMATIC_PREFIX,
     Checkpoint,
@@ -260,19 +264,19 @@ async def carry_out(
 
     Only moves files until the journal has it, so that a crash in between changes nothing.
     """
-    journal, policy_id, loss = run.ports.journal, run.policy_id, decided.loss
+    journal, policy_id, loss = run.journal, run.policy_id, decided.loss
     is_adopted = decided.choice is Choice.FROM_EVIDENCE
     if is_adopted:
         kept = (await _load_adopted(run, loss),)
     else:
         kept = await _replayed(run, history, status, loss)
-    folder = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(run.ports.now())) + "-journal-lost"
+    folder = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(run.now())) + "-journal-lost"
     staying = await _set_aside(run, history, folder, kept)
     told = await asyncio.to_thread(read_position, run.paths.position) or Position()
     above = told.count, max(told.version, *loss.versions, 0)
     if is_adopted:
         closed_seq = history.closed.seq if history.closed else 0
-        (adopted,), now = kept, run.ports.now()
+        (adopted,), now = kept, run.now()
         await journal.adopt(run.token, policy_id, adopted, closed_seq, above, now)
     else:
         await journal.accept_loss(run.token, policy_id, kept, above)
@@ -300,7 +304,7 @@ async def _replayed(
     kept = await _vouched_for(run, history)
     if not run.replays or (status.is_loaded and agrees(history, status)):
         return kept
-    needed = await run.ports.journal.bodies_in_use(run.policy_id)
+    needed = await run.journal.bodies_in_use(run.policy_id)
     await run.archive.restore_bodies({digest for _, digest in needed})
     checkpoints = (*history.checkpoints, *kept)
     in_order = tuple(sorted(checkpoints, key=lambda checkpoint: checkpoint.info.seq))
@@ -320,12 +324,12 @@ async def _vouched_for(run: PolicyRun, history: PolicyHistory) -> tuple[Checkpoi
     for name, saved in found.items():
         if saved is None or name in known:
             continue
-        checkpoint = _to_checkpoint(name, saved, run.ports.now())
+        checkpoint = _to_checkpoint(name, saved, run.now())
         if not checkpoint.is_automatic:
             continue
         seq = checkpoint.info.seq
         while 0 < seq <= last_seq:
-            record = await run.ports.journal.find_key(run.policy_id, SeqKey(seq=seq))
+            record = await run.journal.find_key(run.policy_id, SeqKey(seq=seq))
             if record is None or record.state is JournalState.APPLIED:
                 is_same = record is not None and record.weights_digest == checkpoint.weights_digest
                 vouched += [checkpoint] if is_same else []
@@ -340,7 +344,7 @@ async def _load_adopted(run: PolicyRun, loss: JournalLoss) -> Checkpoint:
     saved = found[loss.adoptable]
     if saved is None:
         raise await refused(run, loss, f". Checkpoint {loss.adoptable} cannot be read")
-    checkpoint = _to_checkpoint(loss.adoptable, saved, run.ports.now())
+    checkpoint = _to_checkpoint(loss.adoptable, saved, run.now())
     if not run.replays:
         checkpoint = replace(checkpoint, weights_digest="")
     try:
@@ -357,7 +361,7 @@ async def _set_aside(
 
     Returns versions that it does not list and whose states it will have: they stay.
     """
-    needed = {digest for _, digest in await run.ports.journal.bodies_in_use(run.policy_id)}
+    needed = {digest for _, digest in await run.journal.bodies_in_use(run.policy_id)}
     await run.archive.restore_bodies(await run.archive.body_names() - needed)
     await run.check_newest()
     await run.bodies.set_aside(needed, run.paths.set_aside / name / "bodies")

@@ -16,43 +16,35 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime
 from enum import Enum
-from pathlib import Path
 
 from ratoon import metrics
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.queue import Awaited
-from ratoon.engine.policy.receivers import Receivers
+from ratoon.engine.policy.receivers import Receivers, describe_versions, version_info
 from ratoon.engine.policy.run import LostWorkers, PolicyRun
 from ratoon.engine.refusals import disk_refusal, superseded
-from ratoon.engine.types import Acknowledgement, NamedVersion, OperationResult
+from ratoon.engine.types import Acknowledgement, OperationResult
 from ratoon.engine.worker.tasks import FencedError
 from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
-from ratoon.stream.files import remove_folder
 from ratoon.stream.manifest import WeightManifest
 from ratoon.stream.versions import (
     list_versions,
     prune_versions,
-    read_manifest,
     set_aside,
-    version_folder,
     whole_version,
 )
 from ratoon.warning_kinds import WarningKind, warn
-from ratoon_proto import types
-from ratoon_proto.types import PublishKind, StepResult, StepWarning, VersionInfo, VersionList
+from ratoon_proto.types import PublishKind, StepResult, StepWarning, VersionList
 
 _LOG = get_logger("publisher")
 # Fraction of an operation's duration during which the next operation yields to publishing.
 _HEAD_START = 0.05
-# Receivers that one warning names.
-_MOST_NAMED = 8
 
 
 class PublicationState(Enum):
@@ -84,7 +76,7 @@ class Publisher(Awaited):
         super().__init__()
         self._run = run
         self._on_stopped = on_stopped
-        self.receivers = Receivers(max_held=run.limits.max_held_versions, now=run.ports.now)
+        self.receivers = Receivers(max_held=run.limits.max_held_versions, now=run.now)
         # The lock is held while versions leave the published ones.
         self._listing = asyncio.Lock()
         # The version under way, its state, and the task that writes it.
@@ -151,7 +143,8 @@ class Publisher(Awaited):
             return result
         started = time.perf_counter()
         error = await self._hold(version)
-        result = self._with_lagging(result)
+        lag = self.receivers.lag_warning(self.newest, self._run.spec.publish)
+        result = result if lag is None else _with_warning(result, lag)
         if error is not None:
             text = f"version {version} is not published: {error}"
             return _with_warning(result, warn(WarningKind.NOT_PUBLISHED, text))
@@ -213,31 +206,18 @@ class Publisher(Awaited):
             await self.landed()
             await self._prune()
 
-    async def catch_up(self, *, has_worker: bool) -> None:
-        """After a crash: publish the current version where it is due, or was lost.
+    async def catch_up(self, *, has_worker: bool, is_lost: bool) -> None:
+        """After a crash: publish the current version where it is due, or was lost (`is_lost`).
 
-        Without a worker that is left to a reader, who brings it back.
-
-        A worker that may be a step ahead of the journal still has the copy of it. Other versions
-        that are lost or damaged are no longer listed. Folders of damaged versions are set aside,
-        those that the journal does not know are removed. Raises `WorkerLostError`.
+        Without a worker that is left to a reader, who brings it back. Raises `WorkerLostError`.
         """
         run = self._run
-        is_ahead = run.stored_outcome is not None
-        spared = run.version if is_ahead else None
-        there = await asyncio.to_thread(
-            _keep_whole, run.paths.weights, run.policy_id, run.listed, spared
-        )
-        is_lost = run.version in run.listed and run.version not in there
-        if there != run.listed:
-            _LOG.warning("versions lost", policy_id=run.policy_id, published=run.listed)
-            await run.set_published(tuple(v for v in run.published if v in there))
         is_whole = self.newest == run.version or not (is_lost or self._is_due(run.version))
         if is_whole or not has_worker:
             self._leave()
             self.wake()
             return
-        if is_ahead:
+        if run.stored_outcome is not None:
             self._version, self._state = run.version, PublicationState.HELD
             self.begin()
             await self._landed_well()
@@ -339,17 +319,9 @@ class Publisher(Awaited):
 
     async def versions(self) -> VersionList:
         """The listed versions whose files are there, and all receivers."""
-        run = self._run
-
-        def describe() -> Iterator[VersionInfo]:
-            for version in listed:
-                info = _info_of(run.paths.weights, version, run.policy_id, held)
-                if info is not None:
-                    names = tuple(_shown(each) for each in named if each.version == version)
-                    yield replace(info, names=names)
-
-        listed, named, held = run.listed, run.named, self.receivers.held()
-        versions = await asyncio.to_thread(lambda: tuple(describe()))
+        run, held = self._run, self.receivers.held()
+        args = run.paths.weights, run.policy_id, run.listed, run.named, held
+        versions = await asyncio.to_thread(lambda: tuple(describe_versions(*args)))
         return VersionList(versions=versions, receivers=self.receivers.described(self.newest))
 
     def _has(self, version: int) -> bool:
@@ -378,7 +350,7 @@ class Publisher(Awaited):
         self._version, self._state = version, PublicationState.HELD
         try:
             self._lost_workers.check(name)
-            call = run.ports.worker.call(WorkerCore.hold, run.token, version, is_requested)
+            call = run.worker.call(WorkerCore.hold, run.token, version, is_requested)
             verdict = await self._lost_workers.counted(name, call)
         except RatoonError as error:
             self._refuse(version, error)
@@ -396,26 +368,6 @@ class Publisher(Awaited):
         if self._landing is not None:
             self._landing.result()
 
-    def _with_lagging(self, result: OperationResult) -> OperationResult:
-        """The result of a step with a warning of receivers far behind the versions before it.
-
-        Receivers that ask for each version follow at a pace of their own.
-        """
-        publish = self._run.spec.publish
-        if self.newest is None or publish.kind is PublishKind.ON_REQUEST:
-            return result
-        every = publish.every_n if publish.kind is PublishKind.EVERY_N else 1
-        lagging = self.receivers.lagging(self.newest, every)
-        if not lagging:
-            return result
-        more = len(lagging) - _MOST_NAMED
-        text = (
-            f"receivers serve weights far behind version {self.newest}, the newest: "
-            f"{', '.join(lagging[:_MOST_NAMED])}{f' and {more} more' if more > 0 else ''}; they "
-            "have stopped, or load versions more slowly than they are made"
-        )
-        return _with_warning(result, warn(WarningKind.RECEIVER_LAG, text))
-
     def _leave(self) -> None:
         """No version is under way any more."""
         self._version, self._state = None, PublicationState.NONE
@@ -423,10 +375,10 @@ class Publisher(Awaited):
     async def _land(self, version: int) -> None:
         run, started = self._run, time.perf_counter()
         run.reach(CrashPoint.ENGINE_BEFORE_PUBLISH)
-        root, deltas, now = str(run.paths.weights), run.spec.publish.deltas, run.ports.now()
+        root, deltas, now = str(run.paths.weights), run.spec.publish.deltas, run.now()
         try:
             await self._announce(version, root, now)
-            call = run.ports.worker.call(WorkerCore.publish, run.token, version, root, now, deltas)
+            call = run.worker.call(WorkerCore.publish, run.token, version, root, now, deltas)
             await self._lost_workers.counted(str(version), call)
         except RatoonError as error:
             self._refuse(version, error)
@@ -446,7 +398,7 @@ class Publisher(Awaited):
         run, started = self._run, time.perf_counter()
         manifest = None
         if run.spec.publish.deltas:
-            call = run.ports.worker.call(WorkerCore.announce, run.token, version, root, now)
+            call = run.worker.call(WorkerCore.announce, run.token, version, root, now)
             manifest = await self._lost_workers.counted(str(version), call)
         if self._announced is not None:
             self._announced.set_result(manifest)
@@ -479,7 +431,7 @@ class Publisher(Awaited):
         """Why one more version is refused; None: there is room. It takes what the newest does."""
         run, wanted_bytes = self._run, 0
         if self.newest is not None:
-            newest = _info_of(run.paths.weights, self.newest, run.policy_id, frozenset())
+            newest = version_info(run.paths.weights, self.newest, run.policy_id)
             wanted_bytes = 0 if newest is None else newest.size_bytes + newest.delta_bytes
         root = run.paths.weights if run.paths.weights.is_dir() else run.paths.root
         return disk_refusal(root, wanted_bytes, run.limits.min_free_disk_bytes)
@@ -548,60 +500,6 @@ class Publisher(Awaited):
             got="none" if version is None else str(version),
             expected=f"one of {list(run.listed)}",
         )
-
-
-def _shown(named: NamedVersion) -> types.NamedVersion:
-    expires_at = named.expires_at
-    return types.NamedVersion(
-        name=named.name,
-        version=named.version,
-        size_bytes=named.size_bytes,
-        created_at=datetime.fromtimestamp(named.created_at, UTC),
-        expires_at=None if expires_at is None else datetime.fromtimestamp(expires_at, UTC),
-    )
-
-
-def _info_of(root: Path, version: int, policy_id: str, held: frozenset[int]) -> VersionInfo | None:
-    """A published version; None: it was dropped meanwhile."""
-    try:
-        manifest = read_manifest(root, version, policy_id)
-    except RatoonError as error:
-        if error.code is not ErrorCode.WEIGHTS_NOT_FOUND:
-            raise
-        return None
-    return VersionInfo(
-        version=version,
-        size_bytes=sum(file.size_bytes for file in manifest.files),
-        delta_bytes=sum(delta.file.size_bytes for delta in manifest.deltas),
-        published_at=datetime.fromtimestamp(manifest.created_at, UTC),
-        is_held=version in held,
-        names=(),
-    )
-
-
-def _keep_whole(
-    root: Path, policy_id: str, versions: tuple[int, ...], spared: int | None
-) -> tuple[int, ...]:
-    """Returns the `versions` whose files are whole; all other folders but `spared` are renamed.
-
-    Damaged ones are set aside. A folder of an unknown version is removed: it may be older than the
-    journal, and would be taken for the version of that number published next.
-    """
-    kept: list[int] = []
-    for version in dict.fromkeys((*versions, *list_versions(root))):
-        try:
-            whole_version(root, version, policy_id)
-        except RatoonError as error:
-            if error.code is not ErrorCode.WEIGHTS_NOT_FOUND:
-                _LOG.error("version left", policy_id=policy_id, reason=error.message)
-            elif version != spared:
-                set_aside(root, version, error.message)
-            continue
-        if version in versions:
-            kept.append(version)
-        elif version != spared:
-            remove_folder(version_folder(root, version))
-    return tuple(kept)
 
 
 def _with_seconds(result: OperationResult, seconds: float) -> OperationResult:

@@ -107,10 +107,10 @@ async def settle_ended(run: PolicyRun) -> None:
     One that the journal lost altogether fails; the caller may submit it again.
     """
     for live in run.ledger.open_operations():
-        record = await run.ports.journal.find_operation(live.operation_id)
+        record = await run.journal.find_operation(live.operation_id)
         if record is None and live.record.seq:
             error = RatoonError(ErrorCode.UNAVAILABLE, "the journal has lost it: submit it again")
-            live.fail(error, run.ports.now())
+            live.fail(error, run.now())
             run.settle(live)
         elif record is not None and record.state.is_final:
             live.set_record(record)
@@ -122,7 +122,7 @@ def fail_unsequenced(run: PolicyRun) -> None:
     for live in run.ledger.open_operations():
         if live.record.seq == 0:
             error = RatoonError(ErrorCode.WORKER_LOST, "the worker was lost; submit it again")
-            live.fail(error, run.ports.now())
+            live.fail(error, run.now())
             run.settle(live)
 
 
@@ -249,14 +249,14 @@ async def load_state(run: PolicyRun, state: Checkpoint, last_seq: int) -> Loaded
         digests=run.replays,
         resets_optimizer=origin is not None and not (origin.with_optimizer or state.info.seq),
     )
-    return await run.ports.worker.call(WorkerCore.load, run.token, run.policy_id, request)
+    return await run.worker.call(WorkerCore.load, run.token, run.policy_id, request)
 
 
 async def replay_policy(run: PolicyRun, history: PolicyHistory) -> Recovered:
     """Load the worker and replay the journal. Raises as `load_newest`."""
     checkpoint, loaded = await load_newest(run, history, history.kept_from_seq)
     base = checkpoint.info
-    records = await run.ports.journal.records_from(run.policy_id, base.replay_from_seq)
+    records = await run.journal.records_from(run.policy_id, base.replay_from_seq)
     past = ended_in_order(records, base.replay_from_seq)
     _check_whole(records, past)
     replayer = Replayer(run, Numerics.of(loaded.numerics))
@@ -320,7 +320,7 @@ class Replayer:
             is_run = record.state is JournalState.APPLIED and record.effect.depends_on_numerics
             if not (is_run and record.numerics) or record.numerics == self._numerics.digest:
                 continue
-            then = await run.ports.journal.numerics(record.numerics)
+            then = await run.journal.numerics(record.numerics)
             what = f"seq {record.seq} ran under other numerics than there are now: "
             what += differences(then, self._numerics.fields)
             if run.spec.on_changed_numerics is OnChangedNumerics.STOP:
@@ -342,7 +342,7 @@ class Replayer:
         run = self._run
         run.reach(CrashPoint.ENGINE_IN_REPLAY)
         if record.state is not JournalState.APPLIED or not record.effect.is_replayed:
-            outcome = await run.ports.worker.call(
+            outcome = await run.worker.call(
                 WorkerCore.skip, run.token, record.seq, _journaled_outcome(record)
             )
             if record.state is JournalState.DISCARDED:
@@ -354,9 +354,7 @@ class Replayer:
             assert record.choices is not None
             assert record.choices.checkpoint is not None
             await run.archive.restore_checkpoint(record.choices.checkpoint.checkpoint_id)
-        outcome = await run.ports.worker.call(
-            WorkerCore.apply, run.token, record.to_task(run.paths)
-        )
+        outcome = await run.worker.call(WorkerCore.apply, run.token, record.to_task(run.paths))
         self.num_run += 1
         self._check(record, outcome)
         if _is_gradient(record):
@@ -384,7 +382,7 @@ class Replayer:
                 )
         tasks = tuple(self._window[seq].to_task(run.paths) for seq in seqs)
         self.num_run += len(tasks)
-        await run.ports.worker.call(WorkerCore.restore, run.token, tasks)
+        await run.worker.call(WorkerCore.restore, run.token, tasks)
 
     def _check(self, record: OperationRecord, outcome: Outcome) -> None:
         name = f"{record.kind} {record.seq}"

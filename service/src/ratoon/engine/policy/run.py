@@ -1,4 +1,4 @@
-"""The state of a policy in memory, and the ports its controller acts through.
+"""The state of a policy in memory, and all that its controller acts through.
 
 A start fills the state from the journal; afterwards each field has one writer, which the class
 names. The state changes on the controller's event loop only, and a field changes only after the
@@ -24,8 +24,7 @@ from ratoon.config import CheckpointConfig, LimitsConfig
 from ratoon.engine.commands import Submission
 from ratoon.engine.crash_points import Reach
 from ratoon.engine.files.archive import Archive
-from ratoon.engine.files.losses import Position, write_position
-from ratoon.engine.files.paths import BodyFiles, PolicyPaths
+from ratoon.engine.files.paths import BodyFiles, PolicyPaths, Position, write_position
 from ratoon.engine.journal.journal import Journal
 from ratoon.engine.journal.records import (
     JournalState,
@@ -72,17 +71,6 @@ class Policies(Protocol):
     async def read_output(self, policy_id: str, digest: str) -> bytes: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ports:
-    """The world outside the controller. `now` gives seconds since the epoch."""
-
-    journal: Journal
-    worker: RemoteWorker
-    metrics: MetricsSink
-    policies: Policies
-    now: Callable[[], float]
-
-
 @dataclass(slots=True, kw_only=True)
 class PolicyRun:
     """The state that the parts of one controller share; see the module."""
@@ -90,7 +78,12 @@ class PolicyRun:
     spec: PolicySpec
     # A start adds what the first load of the policy chose.
     trainer: TrainerSpec
-    ports: Ports
+    journal: Journal
+    worker: RemoteWorker
+    metrics: MetricsSink
+    policies: Policies
+    # Seconds since the epoch.
+    now: Callable[[], float]
     limits: LimitsConfig
     checkpoints: CheckpointConfig
     paths: PolicyPaths
@@ -178,17 +171,17 @@ class PolicyRun:
 
     async def set_published(self, published: tuple[int, ...]) -> None:
         """Change which versions can be fetched, in the journal first."""
-        await self.ports.journal.set_published(self.token, self.policy_id, published)
+        await self.journal.set_published(self.token, self.policy_id, published)
         self.published = published
 
     async def accept(self, record: OperationRecord, next_seq: int) -> None:
         """See `FencedStore.accept`."""
-        count = await self.ports.journal.accept(self.token, record, next_seq)
+        count = await self.journal.accept(self.token, record, next_seq)
         self.has_come_to(count, max_seq=record.seq)
 
     async def end(self, end: OperationEnd, seq: int = 0) -> None:
         """See `FencedStore.end`. `seq`: the operation's, where it ends in its turn."""
-        count = await self.ports.journal.end(self.token, self.policy_id, end)
+        count = await self.journal.end(self.token, self.policy_id, end)
         self.has_come_to(count, last_seq=seq, version=end.version)
         if end.named is not None:
             others = (named for named in self.named if named.name != end.named.name)
@@ -210,7 +203,7 @@ class PolicyRun:
 
     async def check_newest(self) -> None:
         """Raises `FencedError` where another controller has taken over."""
-        await self.ports.journal.check_token(self.token, self.policy_id)
+        await self.journal.check_token(self.token, self.policy_id)
 
     def settle(self, live: LiveOperation) -> None:
         """Report an operation that has ended to its callers, the log and the metrics."""
@@ -219,7 +212,7 @@ class PolicyRun:
         self.send(telemetry.entered(live.record, live.record.state))
 
     def send(self, changes: Sequence[Change]) -> None:
-        self.ports.metrics.send(changes)
+        self.metrics.send(changes)
 
 
 async def cancel_queued(run: PolicyRun, live: LiveOperation) -> None:
@@ -227,7 +220,7 @@ async def cancel_queued(run: PolicyRun, live: LiveOperation) -> None:
 
     Raises what the journal raises; then nothing has changed here.
     """
-    record, now = live.record, run.ports.now()
+    record, now = live.record, run.now()
     result = FailedResult(error=cancelled(record.operation_id).to_dict())
     if record.seq:
         end = OperationEnd(
@@ -272,7 +265,7 @@ async def read_run(run: PolicyRun, next_seq: int) -> None:
     span = _FIRST_SPAN
     while True:
         start = max(1, next_seq - span)
-        records = await run.ports.journal.records_from(run.policy_id, start)
+        records = await run.journal.records_from(run.policy_id, start)
         is_known = start == 1 or any(ends_run(record) for record in records)
         count = skipped_in_row(records)
         if is_known or is_run_too_long(run, count):
@@ -319,7 +312,7 @@ def _is_skipped_for_numbers(record: OperationRecord) -> bool:
 
 async def _give_up(run: PolicyRun, count: int) -> None:
     """Fail the policy and its open operations, unless it is a LoadCheckpoint's turn. Idempotent."""
-    history = await run.ports.journal.history(run.policy_id)
+    history = await run.journal.history(run.policy_id)
     if waiting_load(history) is not None:
         return
     reason = f"{count} optimizer steps in a row were skipped for their numbers"
@@ -339,12 +332,12 @@ async def _give_up(run: PolicyRun, count: int) -> None:
             result=result,
             version=history.policy.version,
             started_at=None,
-            finished_at=run.ports.now(),
+            finished_at=run.now(),
         )
         await run.end(end)
         run.send(telemetry.entered(replace(record, result=result), JournalState.FAILED))
     for live in run.ledger.open_operations():
-        live.fail(error, run.ports.now())
+        live.fail(error, run.now())
         run.ledger.settle(live)
     raise NumbersFailedError(reason)
 

@@ -14,11 +14,16 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from ratoon import metrics
 from ratoon.engine.crash_points import CrashPoint
-from ratoon.engine.files.losses import Position, read_position
-from ratoon.engine.files.paths import make_policy_folders, policy_leftovers
+from ratoon.engine.files.paths import (
+    Position,
+    make_policy_folders,
+    policy_leftovers,
+    read_position,
+)
 from ratoon.engine.journal.records import (
     JournalState,
     PolicyHistory,
@@ -44,9 +49,11 @@ from ratoon.engine.policy.recovery import (
 from ratoon.engine.policy.run import PolicyRun, read_run
 from ratoon.engine.types import CheckpointInfo
 from ratoon.engine.worker.tasks import Numerics, WorkerLostError, WorkerStatus
+from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
 from ratoon.model.spec import FolderBase, ModelInfo
-from ratoon.stream.files import remove_paths
+from ratoon.stream.files import remove_folder, remove_paths
+from ratoon.stream.versions import list_versions, set_aside, version_folder, whole_version
 from ratoon.train.saved_state import read_saved_state
 from ratoon.train.spec import OptimizerStates, TrainerSpec
 from ratoon.warning_kinds import WarningKind
@@ -70,7 +77,7 @@ async def start_policy(
     Raises `RatoonError` where the model cannot be loaded, `RecoveryStoppedError`, and
     `NumbersFailedError` where the policy failed for its numbers.
     """
-    journal = run.ports.journal
+    journal = run.journal
     history, worker = await _take_over(run, is_worker_needed)
     if run.state is PolicyState.ENDED:
         return  # The journal's answer was lost.
@@ -99,7 +106,8 @@ async def start_policy(
     if worker is not None and recovered is None and run.stored_outcome is None:
         # Even an empty window: a cancelled ForwardBackward may have left partial gradients.
         await executor.restore_window()
-    await publisher.catch_up(has_worker=worker is not None)
+    is_lost = await _drop_lost_versions(run)
+    await publisher.catch_up(has_worker=worker is not None, is_lost=is_lost)
     await checkpointer.start()
     if recovered is not None and recovered.rebased:
         await checkpointer.take_now()
@@ -125,7 +133,7 @@ async def _take_over(
 
     The worker's status; None: the policy is put away, and stays so.
     """
-    journal, is_first = run.ports.journal, run.state is PolicyState.CREATING
+    journal, is_first = run.journal, run.state is PolicyState.CREATING
     told = await asyncio.to_thread(read_position, run.paths.position)
     run.position = told or Position()
     run.token = await journal.acquire(run.policy_id, run.position.token)
@@ -147,7 +155,7 @@ async def _take_over(
     await read_run(run, history.policy.next_seq)
     if history.policy.state is PolicyState.RELEASED and not (is_worker_needed or decided):
         # One that an interrupted start, or an interrupted end of it, has left.
-        await run.ports.worker.release()
+        await run.worker.release()
         if is_first:
             await _make_folders(run)
         return history, None
@@ -165,7 +173,7 @@ async def _take_over(
 
 async def stand_by(run: PolicyRun) -> None:
     """Take over from the journal what needs no worker, for a policy that failed."""
-    history = await run.ports.journal.history(run.policy_id)
+    history = await run.journal.history(run.policy_id)
     adopt(run, history, _no_worker(history))
 
 
@@ -183,8 +191,49 @@ def _no_worker(history: PolicyHistory) -> WorkerStatus:
 
 async def _show(run: PolicyRun) -> None:
     """Show what the journal has of the newest reports, to a new engine or after a roll-back."""
-    records = await run.ports.journal.last_reports(run.policy_id)
+    records = await run.journal.last_reports(run.policy_id)
     run.send(telemetry.shown_again(run.policy_id, records))
+
+
+async def _drop_lost_versions(run: PolicyRun) -> bool:
+    """List versions that are lost or damaged no more; returns whether the current one is.
+
+    Folders of damaged versions are set aside, those that the journal does not know are removed. A
+    worker that may be a step ahead of the journal still has the copy of the current version, which
+    is spared.
+    """
+    listed = run.listed
+    spared = None if run.stored_outcome is None else run.version
+    there = await asyncio.to_thread(_keep_whole, run.paths.weights, run.policy_id, listed, spared)
+    if there != listed:
+        _LOG.warning("versions lost", policy_id=run.policy_id, published=listed)
+        await run.set_published(tuple(v for v in run.published if v in there))
+    return run.version in listed and run.version not in there
+
+
+def _keep_whole(
+    root: Path, policy_id: str, versions: tuple[int, ...], spared: int | None
+) -> tuple[int, ...]:
+    """Returns the `versions` whose files are whole; all other folders but `spared` are renamed.
+
+    Damaged ones are set aside. A folder of an unknown version is removed: it may be older than the
+    journal, and would be taken for the version of that number published next.
+    """
+    kept: list[int] = []
+    for version in dict.fromkeys((*versions, *list_versions(root))):
+        try:
+            whole_version(root, version, policy_id)
+        except RatoonError as error:
+            if error.code is not ErrorCode.WEIGHTS_NOT_FOUND:
+                _LOG.error("version left", policy_id=policy_id, reason=error.message)
+            elif version != spared:
+                set_aside(root, version, error.message)
+            continue
+        if version in versions:
+            kept.append(version)
+        elif version != spared:
+            remove_folder(version_folder(root, version))
+    return tuple(kept)
 
 
 async def _make_folders(run: PolicyRun) -> None:
@@ -235,7 +284,7 @@ def _as_saved(run: PolicyRun, first: CheckpointInfo) -> TrainerSpec:
 
 async def fence_worker(run: PolicyRun) -> WorkerStatus:
     """Fence the policy's worker, one in the place of a lost one, or a new one."""
-    worker = run.ports.worker
+    worker = run.worker
     # The shard of weights is set by name, or was chosen where nodes had as many GPUs each.
     is_even = run.trainer.parallel.shard is Shard.WEIGHTS
     fence = partial(worker.fence, run.token, evenly=is_even, num_nodes=run.trainer.num_nodes)
@@ -262,7 +311,7 @@ async def _recover(run: PolicyRun, history: PolicyHistory) -> Recovered:
                 raise
     if recovered.rebased:
         numerics, outcome = Numerics.of(recovered.loaded.numerics), "rebased"
-        await run.ports.journal.rebase(run.token, run.policy_id, recovered.rebased, numerics)
+        await run.journal.rebase(run.token, run.policy_id, recovered.rebased, numerics)
     if history.policy.next_seq > 1 and not (was_away and outcome == "replayed"):
         run.send([metrics.RECOVERIES.sample(1, run.policy_id, outcome)])
     return recovered
@@ -283,10 +332,10 @@ async def _roll_back(run: PolicyRun, history: PolicyHistory) -> Recovered:
         replay_from_seq=base.info.replay_from_seq,
         version=base.info.version,
         checkpoint_id=base.info.name or (base.info.checkpoint_id if base.info.seq else ""),
-        finished_at=run.ports.now(),
+        finished_at=run.now(),
         spared_id="" if load is None else load.operation_id,
     )
-    changed = await run.ports.journal.roll_back(run.token, run.policy_id, roll_back)
+    changed = await run.journal.roll_back(run.token, run.policy_id, roll_back)
     for record in changed:
         run.send(telemetry.entered(record, JournalState.FAILED))
         live = run.ledger.find(record.operation_id)
@@ -311,7 +360,7 @@ async def _needed_bodies(run: PolicyRun) -> frozenset[tuple[str, str]]:
     """Operation and digest of each body that recovery, the open window or the queue needs."""
     lives, journaled = tuple(run.ledger.open_operations()), frozenset[tuple[str, str]]()
     if run.replays:
-        journaled = await run.ports.journal.bodies_in_use(run.policy_id)
+        journaled = await run.journal.bodies_in_use(run.policy_id)
     held = [(live.operation_id, live.bodies) for live in lives]
     held += [(record.operation_id, record.bodies) for record in run.window.records.values()]
     return journaled | {(holder, digest) for holder, digests in held for digest in digests}

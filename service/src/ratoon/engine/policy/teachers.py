@@ -187,7 +187,7 @@ class Teachers:
         self, question: Question, body: bytes | memoryview, batch: RolloutBatch, before: float
     ) -> Operation:
         """A Forward of the teacher once it has ended, or cannot end any more."""
-        policies = self._run.ports.policies
+        policies = self._run.policies
         # Submitted half, it would be held by the teacher for ever.
         submitting = asyncio.get_running_loop().create_task(policies.submit(asking(question, body)))
         try:
@@ -208,7 +208,7 @@ class Teachers:
     ) -> TeacherAnswer:
         """Make an answer durable beside the operation's body."""
         policy_id = question.teacher.policy_id
-        data = await self._run.ports.policies.read_output(policy_id, result.digest)
+        data = await self._run.policies.read_output(policy_id, result.digest)
         digest = await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
         await self._run.bodies.hold(record.operation_id, digest, data)
         self._run.bodies.land(record.operation_id)
@@ -221,7 +221,7 @@ class Teachers:
         """Why a teacher cannot be asked. `before`: it must have been created by then."""
         teacher, policy_id = question.teacher, question.teacher.policy_id
         try:
-            policy = await self._run.ports.policies.policy(policy_id)
+            policy = await self._run.policies.policy(policy_id)
         except RatoonError as err:
             if err.code is ErrorCode.POLICY_NOT_FOUND:
                 return _named(err, question)
@@ -240,7 +240,7 @@ class Teachers:
                 got=str(teacher.version),
                 expected=str(policy.version),
             )
-        info, own = policy.info, (await self._run.ports.policies.policy(self._run.policy_id)).info
+        info, own = policy.info, (await self._run.policies.policy(self._run.policy_id)).info
         bases = self._run.spec.model.base, policy.spec.model.base
         if own is not None and own.vocab_size != info.vocab_size:
             got = f"{policy_id}, whose vocabulary has {info.vocab_size} tokens"

@@ -187,13 +187,13 @@ class TurnLoop:
         """
         run = self._run
         try:
-            await run.ports.journal.fail(run.token, run.policy_id, failure)
+            await run.journal.fail(run.token, run.policy_id, failure)
         except FencedError:
             return  # The worker belongs to the other controller.
         except Exception as err:  # noqa: BLE001 - the journal does not answer
             _LOG.warning("failure not journaled", policy_id=run.policy_id, reason=str(err))
         try:
-            await run.ports.worker.release()
+            await run.worker.release()
         except Exception as err:  # noqa: BLE001 - Ray does not end it; deleting the policy does
             _LOG.error("worker not released", policy_id=run.policy_id, reason=str(err))
 
@@ -351,7 +351,7 @@ class TurnLoop:
 
     async def _pass_over(self, operation_id: str) -> None:
         """Take the turn of an operation that ended while it was queued."""
-        record = await self._run.ports.journal.find_operation(operation_id)
+        record = await self._run.journal.find_operation(operation_id)
         if record is None:
             raise operation_not_found(operation_id)
         await self._executor.pass_over(record)
@@ -465,7 +465,7 @@ class GradientReads:
             max_bytes=run.limits.max_gradient_bytes,
             min_free_disk_bytes=run.limits.min_free_disk_bytes,
         )
-        written = await run.ports.worker.call(WorkerCore.write_gradients, run.token, request)
+        written = await run.worker.call(WorkerCore.write_gradients, run.token, request)
         return GradientManifest(
             policy_id=run.policy_id,
             version=run.version,

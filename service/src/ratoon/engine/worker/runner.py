@@ -40,7 +40,7 @@ from ratoon.engine.files.results import (
 )
 from ratoon.engine.files.rollouts import write_rollouts
 from ratoon.engine.refusals import cancelled, disk_fault, disk_refusal
-from ratoon.engine.types import CheckpointInfo, ForwardResult, OperationResult
+from ratoon.engine.types import CheckpointInfo, ForwardResult, NamedVersion, OperationResult
 from ratoon.engine.worker.tasks import NO_FORWARD, GradientFile, GradientRequest, Task
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.log import get_logger
@@ -52,8 +52,9 @@ from ratoon.stream.files import remove_folder
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import Normalisation, OptimStep
 from ratoon.train.optim.resolve import resolve_empty, resolve_optim
+from ratoon.train.prepare import without_bad
 from ratoon.train.saved_state import AsOf
-from ratoon.train.spec import TrainerSpec
+from ratoon.train.spec import NO_HOOKS, PassHooks, TrainerSpec
 from ratoon.warning_kinds import WarningKind, warn
 from ratoon_proto.types import (
     BadRolloutAction,
@@ -78,10 +79,6 @@ if TYPE_CHECKING:
     from ratoon.train.prepare import Prepared, PreparedForward
     from ratoon.train.trainer import Trainer
 
-# Called with (micro-batches done, planned, replicated tokens done).
-OnProgress = Callable[[int, int, int], None]
-IsCancelled = Callable[[], bool]
-
 _LOG = get_logger("worker")
 NEEDLESS_FORWARD = warn(
     WarningKind.NEEDLESS_FORWARD,
@@ -92,21 +89,10 @@ NEEDLESS_FORWARD = warn(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTask:
-    """A task with every choice made, and what was read and prepared for its command.
-
-    Attributes:
-        task: The task, with the worker's own choices.
-        prepared: For an Update or a ForwardBackward.
-        forward: For a Forward.
-        weights: For an ImportWeights.
-        is_again: Its plan was journaled, and its callers have had its answers.
-    """
+    """A task with every choice made, those of the worker too. `run` runs it, once."""
 
     task: Task
-    prepared: Prepared | None = None
-    forward: PreparedForward | None = None
-    weights: ImportedWeights | None = None
-    is_again: bool = False
+    run: Callable[[PassHooks], OperationResult]
 
 
 class TaskRunner:
@@ -135,9 +121,18 @@ class TaskRunner:
         """
         match task.command:
             case UpdateCommand() as command:
-                return self._plan_loss(task, command)
-            case ForwardBackwardCommand(with_logprobs=logprobs_of) as command:
-                return self._plan_loss(task, command, logprobs_of)
+                task, prepared = self._prepare(task, command)
+                run = partial(self._update, task, command, prepared)
+            case ForwardBackwardCommand() as command:
+                # Callers of a replayed one have had its answers.
+                is_again = task.choices.plan is not None
+                task, prepared = self._prepare(task, command, command.with_logprobs)
+                answers = None if is_again else command
+                run = partial(self._forward_backward, task, answers, prepared)
+            case OptimStepCommand() as command:
+                run = partial(self._optim_step, task, command)
+            case DiscardGradientsCommand():
+                run = self._discard_gradients
             case ForwardCommand() as command:
                 forward = self.trainer.prepare_forward(
                     _read_batch(task),
@@ -145,62 +140,110 @@ class TaskRunner:
                     num_best=command.num_teacher_tokens,
                     with_teacher=command.with_teacher_logprobs,
                 )
-                return PlannedTask(task=_with_plan(task, forward.plan), forward=forward)
-            case ImportWeightsCommand() as command:
-                return self._plan_import(task, command)
-            case _:
-                return PlannedTask(task=task)
-
-    def run(
-        self, planned: PlannedTask, on_progress: OnProgress, is_cancelled: IsCancelled
-    ) -> OperationResult:
-        task, trainer = planned.task, self.trainer
-        match task.command:
-            case UpdateCommand(optim=optim):
-                prepared = planned.prepared
-                assert prepared is not None
-                step = self._step(optim, prepared.loss.normalisation)
-                report = trainer.update(
-                    prepared, step, on_progress=on_progress, is_cancelled=is_cancelled
-                )
-                self._keep_rollouts(task, report)
-                return self._stepped(report, task)
-            case ForwardBackwardCommand() as command:
-                assert planned.prepared is not None
-                report = trainer.forward_backward(
-                    planned.prepared, on_progress=on_progress, is_cancelled=is_cancelled
-                )
-                self._keep_rollouts(task, report)
-                file = None if planned.is_again else self._write_logprobs(task, command)
-                return StepResult(
-                    version=self.version, report=report, file=file, teachers=_answered(task)
-                )
-            case ForwardCommand() as command:
-                return self._forward(planned, command, on_progress, is_cancelled)
-            case OptimStepCommand(optim=optim) as command:
-                if command.allow_empty and trainer.is_window_empty:
-                    step = resolve_empty(optim, self._spec.optimizer, trainer.num_steps)
-                else:
-                    step = self._step(optim, trainer.normalisation)
-                step = replace(step, allow_empty=command.allow_empty)
-                return self._stepped(trainer.optim_step(step), task)
-            case DiscardGradientsCommand():
-                trainer.discard_gradients()
-                return EmptyResult()
+                task = _with_plan(task, forward.plan)
+                run = partial(self._forward, task, command, forward)
             case SaveCheckpointCommand():
-                return self._save(task)
+                run = partial(self._save, task)
             case PublishVersionCommand():
-                assert task.choices.named is not None
-                assert task.choices.named.version == self.version
-                return task.choices.named
+                run = partial(self._name, task)
             case LoadCheckpointCommand():
-                return self._load(task)
+                run = partial(self._load, task)
             case ImportWeightsCommand() as command:
-                if is_cancelled():
-                    raise cancelled(task.operation_id)
-                return self._import(planned, command)
+                # The folder's bytes must be those of the task's choices, where it has them.
+                folder = model_folder("model_folder", command.folder, task.paths.models_root)
+                weights = self.trainer.read_weights(
+                    folder, task.choices.folder_digest, adds=command.mode is ImportMode.DELTA
+                )
+                choices = replace(task.choices, folder_digest=weights.digest)
+                task = replace(task, choices=choices)
+                run = partial(self._import, task, command, weights)
             case RefusedCommand():
                 raise AssertionError("it fails before it is sent to a worker")
+        return PlannedTask(task=task, run=run)
+
+    def restore(self, tasks: tuple[Task, ...]) -> None:
+        """Make the window hold exactly the gradients of `tasks`."""
+        self.trainer.discard_gradients()
+        for task in tasks:
+            self.plan(task).run(NO_HOOKS)
+
+    def _prepare(
+        self,
+        task: Task,
+        command: UpdateCommand | ForwardBackwardCommand,
+        logprobs_of: LogprobsOf | None = None,
+    ) -> tuple[Task, Prepared]:
+        request, batch = command.loss, _with_answers(task, _read_batch(task), command.loss)
+        loss = resolve_loss(
+            request,
+            batch,
+            has_frozen_reference=self._spec.keep_reference,
+            has_value_head=self._spec.model.value_head,
+        )
+        if command.on_bad_rollout is BadRolloutAction.DROP:
+            batch = without_bad(batch, loss, self.version)
+        old, entropy = _read_forward(task, batch, entropy_share=request.top_entropy_share)
+        prepared = self.trainer.prepare(
+            batch,
+            loss,
+            task.choices.plan,
+            old_logprobs_J=old,
+            entropy_J=entropy,
+            logprobs_of=logprobs_of,
+        )
+        if entropy is None and self._forward_was_needless(task, batch):
+            prepared = replace(prepared, warnings=(*prepared.warnings, NEEDLESS_FORWARD))
+        return _with_plan(task, prepared.plan), prepared
+
+    def _forward_was_needless(self, task: Task, batch: RolloutBatch) -> bool:
+        """Whether the loss names a Forward of this version and of this batch's rollouts alone."""
+        choices = task.choices
+        if choices.old_version != self.version:
+            return False
+        return num_rollouts(task.paths.results / choices.old_logprobs) <= batch.num_sequences
+
+    def _update(
+        self, task: Task, command: UpdateCommand, prepared: Prepared, hooks: PassHooks
+    ) -> StepResult:
+        step = self._step(command.optim, prepared.loss.normalisation)
+        report = self.trainer.update(prepared, step, hooks)
+        self._keep_rollouts(task, report)
+        return self._stepped(report, task)
+
+    def _forward_backward(
+        self,
+        task: Task,
+        answers: ForwardBackwardCommand | None,
+        prepared: Prepared,
+        hooks: PassHooks,
+    ) -> StepResult:
+        """`answers`: the command whose log-probs are written; None: of none."""
+        report = self.trainer.forward_backward(prepared, hooks)
+        self._keep_rollouts(task, report)
+        file = None if answers is None else self._write_logprobs(task, answers)
+        return StepResult(version=self.version, report=report, file=file, teachers=_answered(task))
+
+    def _optim_step(self, task: Task, command: OptimStepCommand, _: PassHooks) -> StepResult:
+        trainer, optim = self.trainer, command.optim
+        if command.allow_empty and trainer.is_window_empty:
+            step = resolve_empty(optim, self._spec.optimizer, trainer.num_steps)
+        else:
+            step = self._step(optim, trainer.normalisation)
+        step = replace(step, allow_empty=command.allow_empty)
+        return self._stepped(trainer.optim_step(step), task)
+
+    def _step(self, request: OptimStepConfig, normalisation: Normalisation) -> OptimStep:
+        return resolve_optim(request, normalisation, self._spec.optimizer, self.trainer.num_steps)
+
+    def _stepped(self, report: StepReport, task: Task) -> StepResult:
+        """The step's result. The next version reuses no number of a rolled-back one."""
+        if not report.skipped:
+            self.trainer.version = task.choices.next_version
+        return StepResult(version=self.version, report=report, teachers=_answered(task))
+
+    def _discard_gradients(self, _: PassHooks) -> EmptyResult:
+        self.trainer.discard_gradients()
+        return EmptyResult()
 
     def _keep_rollouts(self, task: Task, report: StepReport) -> None:
         """Write what the policy keeps of the task's rollouts; training goes on without them."""
@@ -229,66 +272,14 @@ class TaskRunner:
         except OSError as err:
             raise disk_fault("file of log-probs", err) from err
 
-    def restore(self, tasks: tuple[Task, ...]) -> None:
-        """Make the window hold exactly the gradients of `tasks`."""
-        self.trainer.discard_gradients()
-        for task in tasks:
-            self.run(self.plan(task), _no_progress, _never)
-
-    def _plan_loss(
-        self,
-        task: Task,
-        command: UpdateCommand | ForwardBackwardCommand,
-        logprobs_of: LogprobsOf | None = None,
-    ) -> PlannedTask:
-        request, batch = command.loss, _with_answers(task, _read_batch(task), command.loss)
-        loss = resolve_loss(
-            request,
-            batch,
-            has_frozen_reference=self._spec.keep_reference,
-            has_value_head=self._spec.model.value_head,
-        )
-        if command.on_bad_rollout is BadRolloutAction.DROP:
-            batch = self.trainer.without_bad(batch, loss)
-        old, entropy = _read_forward(task, batch, entropy_share=request.top_entropy_share)
-        prepared = self.trainer.prepare(
-            batch,
-            loss,
-            task.choices.plan,
-            old_logprobs_J=old,
-            entropy_J=entropy,
-            logprobs_of=logprobs_of,
-        )
-        if entropy is None and self._forward_was_needless(task, batch):
-            prepared = replace(prepared, warnings=(*prepared.warnings, NEEDLESS_FORWARD))
-        return PlannedTask(
-            task=_with_plan(task, prepared.plan),
-            prepared=prepared,
-            is_again=task.choices.plan is not None,
-        )
-
-    def _forward_was_needless(self, task: Task, batch: RolloutBatch) -> bool:
-        """Whether the loss names a Forward of this version and of this batch's rollouts alone."""
-        choices = task.choices
-        if choices.old_version != self.version:
-            return False
-        return num_rollouts(task.paths.results / choices.old_logprobs) <= batch.num_sequences
-
     def _forward(
-        self,
-        planned: PlannedTask,
-        command: ForwardCommand,
-        on_progress: OnProgress,
-        is_cancelled: IsCancelled,
-    ) -> OperationResult:
-        task, forward = planned.task, planned.forward
-        assert forward is not None
+        self, task: Task, command: ForwardCommand, forward: PreparedForward, hooks: PassHooks
+    ) -> ForwardResult:
         arrays = self.trainer.forward(
             forward,
+            hooks,
             with_entropy=command.with_entropy,
             use_reference=command.use_reference,
-            on_progress=on_progress,
-            is_cancelled=is_cancelled,
         )
         digest, size_bytes = write_forward_output(
             task.paths.results,
@@ -304,7 +295,7 @@ class TaskRunner:
             version=self.version, digest=digest, size_bytes=size_bytes, report=arrays.report
         )
 
-    def _save(self, task: Task) -> CheckpointInfo:
+    def _save(self, task: Task, _: PassHooks) -> CheckpointInfo:
         info = task.choices.checkpoint
         assert info is not None
         assert info.version == self.version
@@ -312,28 +303,31 @@ class TaskRunner:
         as_of = AsOf(seq=info.seq, replay_from_seq=info.replay_from_seq)
         return replace(info, size_bytes=write_checkpoint(self.trainer.snapshot(), folder, as_of))
 
-    def _load(self, task: Task) -> CheckpointInfo:
+    def _name(self, task: Task, _: PassHooks) -> NamedVersion:
+        named = task.choices.named
+        assert named is not None
+        assert named.version == self.version
+        return named
+
+    def _load(self, task: Task, _: PassHooks) -> CheckpointInfo:
         info = task.choices.checkpoint
         assert info is not None
         self.trainer.load_checkpoint(task.paths.checkpoint(info.checkpoint_id))
         self.trainer.version = info.version
         return info
 
-    def _plan_import(self, task: Task, command: ImportWeightsCommand) -> PlannedTask:
-        """Read the folder, whose bytes must be those of the task's choices, where it has them."""
-        folder = model_folder("model_folder", command.folder, task.paths.models_root)
-        weights = self.trainer.read_weights(
-            folder, task.choices.folder_digest, adds=command.mode is ImportMode.DELTA
-        )
-        choices = replace(task.choices, folder_digest=weights.digest)
-        return PlannedTask(task=replace(task, choices=choices), weights=weights)
-
-    def _import(self, planned: PlannedTask, command: ImportWeightsCommand) -> ImportResult:
-        weights = planned.weights
-        assert weights is not None
+    def _import(
+        self,
+        task: Task,
+        command: ImportWeightsCommand,
+        weights: ImportedWeights,
+        hooks: PassHooks,
+    ) -> ImportResult:
+        if hooks.is_cancelled():
+            raise cancelled(task.operation_id)
         adds, resets = command.mode is ImportMode.DELTA, command.reset_optimizer
         self.trainer.import_weights(weights, adds=adds, resets_optimizer=resets)
-        self.trainer.version = planned.task.choices.next_version
+        self.trainer.version = task.choices.next_version
         return ImportResult(
             version=self.version,
             num_tensors=weights.num_tensors,
@@ -341,15 +335,6 @@ class TaskRunner:
             dtypes=weights.dtypes,
             digest=weights.digest,
         )
-
-    def _stepped(self, report: StepReport, task: Task) -> StepResult:
-        """The step's result. The next version reuses no number of a rolled-back one."""
-        if not report.skipped:
-            self.trainer.version = task.choices.next_version
-        return StepResult(version=self.version, report=report, teachers=_answered(task))
-
-    def _step(self, request: OptimStepConfig, normalisation: Normalisation) -> OptimStep:
-        return resolve_optim(request, normalisation, self._spec.optimizer, self.trainer.num_steps)
 
 
 def write_checkpoint(snapshot: Snapshot, folder: Path, as_of: AsOf) -> int:
@@ -446,11 +431,3 @@ def _damaged_body(path: Path, got: str) -> RatoonError:
         got=got,
         expected=f"bytes of SHA-256 {path.name}",
     )
-
-
-def _no_progress(_done: int, _planned: int, _tokens: int) -> None:
-    pass
-
-
-def _never() -> bool:
-    return False

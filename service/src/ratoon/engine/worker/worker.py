@@ -56,7 +56,7 @@ from ratoon.log import get_logger
 from ratoon.stream.manifest import MadeBy, WeightManifest
 from ratoon.stream.versions import announce_version, publish_version
 from ratoon.train.saved_state import AsOf
-from ratoon.train.spec import TrainerSpec
+from ratoon.train.spec import PassHooks, TrainerSpec
 from ratoon_proto.types import OperationState, Progress, SelfCheckReport, StepResult, WeightKind
 
 if TYPE_CHECKING:
@@ -71,8 +71,8 @@ _NO_OPERATION = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _HeldWeights:
-    """A copy of the weights, which the operation `made_by` made."""
+class _HeldVersion:
+    """A version whose weights are copied; the operation `made_by` made it."""
 
     version: int
     kind: WeightKind
@@ -116,7 +116,7 @@ class WorkerCore:
         self._snapshot_lock = threading.Lock()
         # A copy of the weights, and the manifests once `announce` and `publish` have written what
         # belongs to them. Both hold the lock meanwhile.
-        self._held: _HeldWeights | None = None
+        self._held: _HeldVersion | None = None
         self._announced: WeightManifest | None = None
         self._published: WeightManifest | None = None
         self._held_lock = threading.Lock()
@@ -199,10 +199,10 @@ class WorkerCore:
             planned = self._guarded(runner, name, partial(runner.plan, task))
         except RatoonError as error:
             return Outcome.of_error(name, error, choices=task.choices, started_at=task.started_at)
-        run = partial(runner.run, planned, self._on_progress, self._is_cancelled(name))
+        hooks = PassHooks(on_progress=self._on_progress, is_cancelled=self._is_cancelled(name))
         may_have_stepped = partial(_may_have_stepped, task, runner.trainer, runner.version)
         try:
-            result = self._guarded(runner, name, run, may_have_stepped)
+            result = self._guarded(runner, name, partial(planned.run, hooks), may_have_stepped)
         except RatoonError as error:
             return Outcome.of_error(
                 name,
@@ -446,7 +446,7 @@ class WorkerCore:
         with self._held_lock:
             self._held = self._announced = self._published = None
             copy = self._guarded(runner, "hold", runner.trainer.copy_weights)
-            self._held = _HeldWeights(
+            self._held = _HeldVersion(
                 version=version,
                 kind=runner.weight_kind,
                 copy=copy,
@@ -501,7 +501,7 @@ class WorkerCore:
                 self._reach(CrashPoint.WORKER_AFTER_PUBLISH)
             return self._published
 
-    def _held_copy(self, token: int, version: int) -> _HeldWeights:
+    def _held_copy(self, token: int, version: int) -> _HeldVersion:
         self.fence(token)
         held = self._held
         if held is None or held.version != version:
@@ -509,7 +509,7 @@ class WorkerCore:
         return held
 
     def _write(
-        self, held: _HeldWeights, root: Path, created_at: float, deltas: bool
+        self, held: _HeldVersion, root: Path, created_at: float, deltas: bool
     ) -> WeightManifest:
         args = root, self._policy_id, held.version, held.kind, held.copy.write, created_at
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
@@ -17,8 +17,8 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from ratoon.errors import CopyFailedError, ErrorCode, RatoonError
 from ratoon.method_call import MethodCall
 from ratoon.model.delta_runs import DeltaPart
-from ratoon.train.micro_batches import PassHooks, never_cancelled
 from ratoon.train.ranks.rank import Rank
+from ratoon.train.spec import PassHooks, never_cancelled
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -141,7 +141,7 @@ class RankGroup:
                 return is_over
 
         stops = partial(is_stopped, hooks.is_cancelled)
-        self.own.hooks = PassHooks(on_progress=hooks.on_progress, is_cancelled=stops)
+        self.own.hooks = replace(hooks, is_cancelled=stops)
         # This rank asks between micro-batches, but may wait for a silent one within one.
         with _polled(partial(is_stopped, never_cancelled)) if pending else nullcontext():
             return self._join(pending, call, is_pass=True)

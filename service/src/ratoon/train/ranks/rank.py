@@ -28,7 +28,6 @@ from ratoon.shards.parts import parts_of
 from ratoon.shards.sequence_group import SequenceGroup, SequenceGroups
 from ratoon.train.checkpoint import Manifest, StatesFile, read_states, write_states
 from ratoon.train.loss.spec import OptimStep
-from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress
 from ratoon.train.named_gradients import PartNorm, part_norms
 from ratoon.train.numerics import (
     activation_bytes,
@@ -51,7 +50,7 @@ from ratoon.train.passes import (
 from ratoon.train.prepare import Prepared, PreparedForward
 from ratoon.train.ranks.sharded_sums import ShardedSums
 from ratoon.train.ranks.shares import Outbox, Shares
-from ratoon.train.spec import TrainerSpec
+from ratoon.train.spec import NO_HOOKS, PassHooks, TrainerSpec
 from ratoon_proto.types import Shard
 
 
@@ -115,7 +114,7 @@ class Rank:
         )
         self._digest = StateDigest(model.device)
         # A pass reports its progress to these, and asks them whether it is cancelled.
-        self.hooks = PassHooks(on_progress=no_progress, is_cancelled=never_cancelled)
+        self.hooks = NO_HOOKS
         # Copies of optimizer states on the host, by the number of their snapshot.
         self._held: dict[int, OptimizerState] = {}
         self._read: OptimizerState | None = None
