@@ -61,7 +61,6 @@ _REFUSED = {
     "exchange tokens": _UPDATE,
     "copy states": _SAVE,
     "write states": _SAVE,
-    "read states": _LOAD,
 }
 # Where the others wait, or the state is in doubt.
 _LOST = {
@@ -71,6 +70,7 @@ _LOST = {
     "take the digest": _UPDATE,
     "receive an import": _IMPORT,
     "import": _IMPORT,
+    "read states": _LOAD,
     "take states": _LOAD,
 }
 _UNPUBLISHED = {"copy a version": _UPDATE, "write a version": _UPDATE}
