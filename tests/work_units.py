@@ -38,9 +38,9 @@ SHARED_CLUSTER = (
 FORKED_RANKS = tuple(
     f"tests/train/test_{name}.py"
     for name in (
-        *("distillation", "load_balance", "muon", "only_backward", "ranks", "ranks_dropped"),
-        *("ranks_lost", "route_replay", "router_reports", "sampling_masks", "sequence_ranks"),
-        "value_loss",
+        *("distillation", "load_balance", "muon", "nodes", "only_backward", "ranks"),
+        *("ranks_dropped", "ranks_lost", "route_replay", "router_reports", "sampling_masks"),
+        *("sequence_ranks", "value_loss"),
     )
 )
 RECORDED_LIFE = tuple(f"tests/durability/test_{name}.py" for name in ("power_cut", "torn_files"))

@@ -88,7 +88,8 @@ class Nodes:
 
 @contextmanager
 def beside() -> Iterator[Callable[[Callable[[Nodes], Awaitable[None]], Path], None]]:
-    """What runs a coroutine function, of a module, on nodes of its own: two of two GPUs."""
+    """What runs a coroutine function, of a module, with nodes of its own, that it adds to a head
+    without GPUs."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as process:
         yield lambda main, folder: process.submit(_run, main, folder).result()
@@ -128,10 +129,7 @@ async def _on_nodes(
     main: Callable[[Nodes], Awaitable[None]], cluster: Cluster, folder: Path
 ) -> None:
     async with _engine(folder) as client:
-        nodes = Nodes(cluster=cluster, client=client)
-        for _ in range(2):
-            nodes.add(2)
-        await main(nodes)
+        await main(Nodes(cluster=cluster, client=client))
 
 
 @asynccontextmanager

@@ -55,6 +55,8 @@ async def _update(client: EngineClient, name: str, seq: int) -> str:
 
 async def _placed_and_lost(nodes: Nodes) -> None:
     client = nodes.client
+    for _ in range(2):
+        nodes.add(2)
     seen = [(node.num_gpus, node.num_free_gpus) for node in look_at_nodes(Path("/"))]
     assert seen == [(0, 0), (2, 2), (2, 2)]
     await _create(client, "together")
@@ -104,6 +106,8 @@ async def _shared_by_node(nodes: Nodes) -> None:
     digests = [await _update(client, "one", seq) for seq in range(1, 4)]
     await done(client, await client.call(Engine.delete_policy, "one"))
     nodes.kill(wide)
+    for _ in range(2):
+        nodes.add(2)
     with pytest.raises(RatoonError, match=r"3 of each of 2 nodes or 2 of each of 3 nodes.*2, 2"):
         await _create(client, "many", num_workers=6, shard=Shard.WEIGHTS)
 
