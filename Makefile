@@ -3,13 +3,13 @@
 #   TORCH_INDEX  where no NVIDIA device is found, torch comes from this package index; with an index of
 #                CPU wheels it comes without the CUDA libraries
 #   UV           yes: uv, which reads no settings of pip, installs all but torch, in a third of the time
-#   WORKERS      processes that run tests (3, as tests that wait leave two cores idle)
+#   WORKERS      processes that run tests (4, as tests that wait would leave two cores idle)
 #   ARGS         more arguments for the command that a target runs: make test ARGS='-k codec'
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 UV ?=
-WORKERS ?= 3
+WORKERS ?= 4
 ARGS ?=
 
 BIN := .venv/bin

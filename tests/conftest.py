@@ -1,4 +1,4 @@
-"""Fixtures of the whole suite: one Ray cluster a session, and the recorded rollouts.
+"""Fixtures of the whole suite: one Ray cluster a worker, and the recorded rollouts.
 
 Imports neither ray nor the service at the top: tests/kernels runs where neither is installed. Nor
 torch: the process that shares out the tests needs none.
@@ -105,6 +105,21 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> object:
+    """After the last test of a shared service or cluster everything of the session is torn down.
+
+    An idle service takes a tenth of a core, and each policy that is left more than half a percent.
+    """
+    if nextitem is None or not hasattr(item.config, "workerinput"):
+        return None
+    from tests.work_units import is_last_of_shared
+
+    if not is_last_of_shared(item.nodeid, nextitem.nodeid):
+        return None
+    return item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> WorkUnits:
     from tests.work_units import WorkUnits
@@ -137,7 +152,7 @@ def torch_settings(first_torch_settings: TorchSettings) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[RayCluster]:
-    """One small local cluster for all tests that need Ray; it is never stopped in between."""
+    """One small local cluster for all tests of a worker that need Ray."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
     from ray._private.authentication.authentication_token_setup import (

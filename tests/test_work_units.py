@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 
+from tests.conftest import pytest_runtest_protocol
 from tests.work_units import (
     all_test_files,
     keep_part,
@@ -59,6 +60,35 @@ def test_all_that_make_it_are_of_one_worker(
     if not making:
         pytest.skip("collected without them")
     assert making == {unit}
+
+
+@pytest.mark.parametrize(
+    ("file", "next_file", "ends"),
+    [
+        ("e2e/test_service.py", "e2e/test_client.py", False),
+        ("e2e/test_service.py", "e2e/test_tls.py", True),
+        ("e2e/test_service.py", "engine/test_placement.py", True),
+        ("engine/test_placement.py", "rollout/test_bad.py", True),
+        ("rollout/test_bad.py", "rollout/test_serial.py", False),
+    ],
+)
+def test_a_service_and_a_cluster_end_with_their_tests(
+    file: str, next_file: str, ends: bool
+) -> None:
+    """They took a fifth of a core until all other tests were through."""
+    run: list[object] = []
+    ihook = SimpleNamespace(pytest_runtest_protocol=lambda **how: not run.append(how))
+    item, following = (
+        cast("Any", SimpleNamespace(nodeid=f"tests/{name}::test", ihook=ihook, config=config))
+        for name, config in (
+            (file, SimpleNamespace(workerinput={})),
+            (next_file, SimpleNamespace()),
+        )
+    )
+    assert pytest_runtest_protocol(item, following) == (True if ends else None)
+    assert run == ([{"item": item, "nextitem": None}] if ends else [])
+    # Without workers files of a unit are apart from each other.
+    assert pytest_runtest_protocol(following, item) is None
 
 
 def test_the_longest_units_begin_first(request: pytest.FixtureRequest) -> None:

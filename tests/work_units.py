@@ -1,12 +1,12 @@
 """How tests are shared out between the workers of `make test` and `make test-more`.
 
 Tests that share the session's service are one unit, so that there is one service, and so are the
-tests that share a Ray cluster without it: there are at most two clusters. So are those whose ranks
-are forked, as the server that forks them imports all of a rank's modules, and the tests that take a
-recorded life apart. The rest goes by file to whichever worker is free. The units that took longest
-begin first: `durations.json` has the seconds of every test file, and
-`make test ARGS=--write-durations` (and `make test-more` likewise) writes them anew. Within a file
-tests keep their order.
+tests that share a Ray cluster without it: there are at most two clusters, which end with their
+units. So are those whose ranks are forked, as the server that forks them imports all of a rank's
+modules, and the tests that take a recorded life apart. The rest goes by file to whichever worker is
+free. The units that took longest begin first: `durations.json` has the seconds of every test file,
+and `make test ARGS=--write-durations` (and `make test-more` likewise) writes them anew. Within a
+file tests keep their order.
 """
 
 from __future__ import annotations
@@ -70,6 +70,12 @@ def unit_of(nodeid: str) -> str:
     if nodeid.startswith(FORKED_RANKS):
         return "forked ranks"
     return "recorded life" if nodeid.startswith(RECORDED_LIFE) else _file_of(nodeid)
+
+
+def is_last_of_shared(nodeid: str, next_nodeid: str) -> bool:
+    """Whether a worker that goes on with `next_nodeid` has no more use of a service or cluster."""
+    unit = unit_of(nodeid)
+    return unit in ("shared service", "shared cluster") and unit_of(next_nodeid) != unit
 
 
 class WorkUnits(LoadScopeScheduling):

@@ -12,6 +12,7 @@ from ratoon_proto.types import Shard
 from tests.tiny_models import write_folder
 from tests.train.equivalence_runs import Pair, make_pair
 from tests.train.rank_runs import alone_of, ranked
+from tests.work_units import rows
 
 
 @pytest.fixture(scope="session")
@@ -19,9 +20,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> FolderBase:
     return FolderBase(folder=str(write_folder(tmp_path_factory.mktemp("base"), "qwen3")))
 
 
-@pytest.fixture(
-    params=[Shard.STATES, Shard.GRADIENTS, pytest.param(Shard.WEIGHTS, marks=pytest.mark.more)]
-)
+# States alone are shared out in `test_three_updates_are_those_of_one_rank`, too.
+@pytest.fixture(params=rows(Shard, now=(Shard.GRADIENTS,)))
 def rank_pair(
     base: FolderBase, request: pytest.FixtureRequest
 ) -> Iterator[tuple[Trainer, Trainer]]:

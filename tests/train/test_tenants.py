@@ -22,6 +22,7 @@ from ratoon.train.trainer import Trainer
 from ratoon_proto.types import AdamWConfig, FullTuning, LoraTuning, LossKind, ParallelLayout
 from tests.tiny_models import write_folder
 from tests.train.trainer_runs import forward_backward, make_batch, make_loss, make_step, update
+from tests.work_units import rows
 
 # Name -> architecture, dtype, adapted modules.
 KINDS = {
@@ -105,9 +106,8 @@ def alone(spec: TrainerSpec, folder: Path) -> Trace:
     return [left_by(trainer, did) for did in script(trainer, folder)]
 
 
-@pytest.mark.parametrize(
-    "kind", ["dense", pytest.param("dense_bf16", marks=pytest.mark.more), "experts", "heads"]
-)
+# All of an adapter's maps are in the one with experts, beside theirs.
+@pytest.mark.parametrize("kind", rows(KINDS, now=("experts", "heads")))
 def test_tenants_in_any_order_have_the_bits_that_they_have_alone(kind: str, tmp_path: Path) -> None:
     """One comes while others' windows are open; the first, whose model it was, goes first."""
     specs = {seed: spec_of(tmp_path, kind, seed) for seed in SEEDS}
