@@ -350,6 +350,32 @@ def test_a_solution_of_gsm8k_is_right_by_its_number(
     assert task.reward(response, {"answer": answer}) == points
 
 
+@pytest.mark.parametrize(
+    ("data", "reward", "said"),
+    [
+        ('{"prompt": "a"}\n\n{"prompt": b}\n', "reward = len", "data.jsonl:3: expected an object"),
+        ("[1]", "reward = len", "data.jsonl:1: expected an object"),
+        ("\n", "reward = len", "data.jsonl: no line of JSON"),
+        (
+            '{"prompt": "a"}\n{"question": "b"}\n',
+            "reward = len",
+            "data.jsonl:2: a line with question",
+        ),
+        ('{"prompt": "a"}\n', "", "reward.py: no function reward("),
+    ],
+)
+def test_the_example_says_which_line_of_its_files_is_wrong(
+    data: str, reward: str, said: str, tmp_path: Path
+) -> None:
+    """Red before: tracebacks of a parser, some of them after the policy had been created."""
+    (tmp_path / "data.jsonl").write_text(data)
+    (tmp_path / "reward.py").write_text(reward)
+    # Nobody serves here: the files are looked at before anything is sent.
+    files = [str(tmp_path / name) for name in ("data.jsonl", "reward.py")]
+    with pytest.raises(SystemExit, match=re.escape(said)):
+        grpo.main(["tiny", *files, "--url", "grpc://127.0.0.1:9"])
+
+
 @pytest.mark.parametrize(("sft", "every"), [(0, 0), (3, 0), (0, 4), (5, 2)])
 def test_every_seq_is_one_call_of_the_example(sft: int, every: int) -> None:
     calls = [grpo.call_of(seq, sft_updates=sft, save_every=every) for seq in range(1, 40)]
