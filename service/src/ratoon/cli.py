@@ -27,7 +27,7 @@ from ratoon.api.convert.checks import POLICY_ID, matched
 from ratoon.auth.audit import AuditEntry, AuditLog
 from ratoon.auth.keys import KeyFile, Scope, new_key
 from ratoon.config import KeyLimits, RatoonConfig, errors_told, load_config
-from ratoon.errors import RatoonError
+from ratoon.errors import RatoonError, invalid
 from ratoon.example_files import EXAMPLES, write_example
 from ratoon.garbage import frozen_imports
 from ratoon.model.spec import PRESET_NAMES
@@ -211,7 +211,9 @@ def recover(
     if accept_loss and from_evidence:
         raise typer.BadParameter("--accept-loss or --from-evidence, not both")
     with _reported(RatoonError, DamagedFileError):
-        paths = EngineSettings.from_config(settings).paths(policy)
+        paths = EngineSettings.from_config(settings).paths(matched("policy", policy, POLICY_ID))
+        if not paths.root.is_dir():
+            raise invalid("policy", policy, f"one with a folder below {paths.root.parent}")
         if not (accept_loss or from_evidence):
             loss = read_loss(paths)
             typer.echo(f"{policy}: nothing is lost" if loss is None else f"{policy}: {loss.text}")
