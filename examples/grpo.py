@@ -451,7 +451,7 @@ def main(arguments: Sequence[str] | None = None) -> Run:
 if __name__ == "__main__":
     try:
         main()
-    except (RatoonClientError, OSError) as error:
+    except (RatoonClientError, httpx.HTTPError, OSError) as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from error
     except KeyboardInterrupt:
         raise SystemExit("stopped: the same command goes on with the update that is next") from None

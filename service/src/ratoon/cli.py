@@ -269,7 +269,8 @@ def example(
     with _reported(OSError):
         for path in write_example(name, folder):
             typer.echo(f"{'wrote':<12} {path}")
-    typer.echo(f"{'next':<12} {EXAMPLES[name].then}")
+    there = "" if folder == Path() else f"cd {folder} && "
+    typer.echo(f"{'next':<12} {there}{EXAMPLES[name].then}")
 
 
 @keys.command("create")

@@ -51,7 +51,11 @@ def list_versions(context: typer.Context, policy_id: str) -> None:
     columns = ("version", "bytes", "delta bytes", "published", "held", "names")
     versions = [
         (
-            *(each.version, each.size_bytes, each.delta_bytes, each.published_at, each.is_held),
+            each.version,
+            each.size_bytes,
+            each.delta_bytes or None,
+            each.published_at,
+            "yes" if each.is_held else None,
             ", ".join(named.name for named in each.names) or None,
         )
         for each in reversed(found.versions)
