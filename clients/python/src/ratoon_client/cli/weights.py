@@ -224,6 +224,10 @@ def follow(
         str, typer.Option(help="For nccl: a GPU that the engine does not use.")
     ] = "cuda:0",
     sglang: Annotated[str, typer.Option(help="URL of the server to load versions into.")] = "",
+    receiver_id: Annotated[
+        str | None,
+        typer.Option(help="Its name in the service. Default: of this host and folder."),
+    ] = None,
     weights_root: WeightsRoot = None,
 ) -> None:
     """Load each version as it is published, until SIGINT or SIGTERM; print a line for each."""
@@ -245,7 +249,9 @@ def follow(
         adapter = _adapter(stack, vllm, vllm_adapter, sglang)
         config = ClientConfig(weights_root=weights_root)
         client = stack.enter_context(open_client(context, config))
-        client.weight_receiver(policy_id, root, adapter, on_event=on_event).follow()
+        client.weight_receiver(
+            policy_id, root, adapter, receiver_id=receiver_id, on_event=on_event
+        ).follow()
 
 
 def _adapter(
