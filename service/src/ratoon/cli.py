@@ -242,14 +242,21 @@ def demo(
     if preset not in PRESET_NAMES:
         raise typer.BadParameter(f"{preset!r} is none of {PRESETS}")
     # The demo reads the environment too, so bad variables are refused as in the other commands.
-    _read_config(None)
+    stop = _stop_signals(_read_config(None).limits.drain_s)
+    from ratoon.app import StartStoppedError
     from ratoon.demo.run import run_demo
 
-    raise typer.Exit(
-        0
-        if run_demo(preset=preset, seed=seed, shuffle_rewards=shuffle_rewards, console=console)
-        else 1
-    )
+    try:
+        has_learned = run_demo(
+            preset=preset,
+            seed=seed,
+            shuffle_rewards=shuffle_rewards,
+            console=console,
+            stopped=stop,
+        )
+    except StartStoppedError:
+        has_learned = False
+    raise typer.Exit(0 if has_learned else 1)
 
 
 @cli.command()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
+from threading import Event
 from typing import TypeVar
 
 import numpy as np
@@ -46,9 +48,13 @@ _ROUND_COLUMNS: Mapping[str, Callable[[Round], str]] = {
 }
 
 
-def run_demo(*, preset: str, seed: int, shuffle_rewards: bool, console: Console) -> bool:
-    """Run the whole demo on a policy of a preset; True if it passes. Raises what the client
-    raises."""
+def run_demo(
+    *, preset: str, seed: int, shuffle_rewards: bool, console: Console, stopped: Event
+) -> bool:
+    """Run the whole demo on a policy of a preset; True if it passes.
+
+    Raises what the client and, while `stopped` is set in the start, `app.running` raise.
+    """
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ratoon-demo-") as folder:
         root = Path(folder)
@@ -61,7 +67,9 @@ def run_demo(*, preset: str, seed: int, shuffle_rewards: bool, console: Console)
             log_level="WARNING",
         )
         console.print("starting the service on this machine, in some ten seconds")
-        with app.running(config) as addresses:
+        with app.running(config, stopped=stopped) as addresses:
+            # From here on Ctrl-C interrupts the client, and the block stops the service.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             console.print(f"grpc {addresses.grpc}   http {addresses.http}")
             with RatoonClient(addresses.grpc) as client:
                 client.create_policy(POLICY_ID, preset=preset, seed=seed).result()
@@ -118,7 +126,9 @@ def _leg(
     done: list[StepT] = []
 
     def line(first: object, *rest: str) -> None:
-        console.print(f"{first:>{len(name)}}" + "".join(f"{each:>{width}}" for each in rest))
+        console.print(
+            f"{first:>{len(name)}}" + "".join(f"{each:>{width}}" for each in rest), highlight=False
+        )
 
     line(name, *columns)
     for each in islice(steps, most):
