@@ -266,6 +266,15 @@ def read_lines(path: Path) -> dict[int, Example]:
     return lines
 
 
+def read_taught(path: Path) -> list[Example]:
+    """The lines of --sft, each with an answer."""
+    lines = read_lines(path)
+    for number, line in lines.items():
+        if "messages" not in line and not {"prompt", "response"} <= line.keys():
+            raise SystemExit(f"{path}:{number}: expected `messages`, or `prompt` and `response`")
+    return list(lines.values())
+
+
 def read_task(path: Path) -> Task:
     spec = importlib.util.spec_from_file_location("reward", path)
     if spec is None or spec.loader is None:
@@ -286,7 +295,7 @@ class Run:
         self._session: PolicySession = client.policy(options.policy)
         self._task = read_task(options.reward)
         self._train, self._test = map(self._task.examples, (options.data, options.eval))
-        self._sft = list(read_lines(options.sft).values()) if options.sft else []
+        self._sft = read_taught(options.sft) if options.sft else []
         self.version = 0
         self.reports: list[StepReport] = []
         self.rewards: dict[int, float] = {}
@@ -344,14 +353,15 @@ class Run:
             saved = self._session.save_checkpoint(f"update-{call.number}").result()
             print(f"saved {saved.checkpoint_id}", flush=True)
             return True
-        groups, loss = self._batch(call)
-        optim = Optim(learning_rate=options.learning_rate)
+        groups, loss, divisor = self._batch(call)
+        optim = Optim(learning_rate=options.learning_rate, divide_constant=divisor)
         report = self._session.update(groups, loss=loss, optim=optim).result().report
         self.reports.append(report)
         print(f"{call.kind} {call.number + 1}: {report}", flush=True)
         return True
 
-    def _batch(self, call: Call) -> tuple[list[Group], Loss]:
+    def _batch(self, call: Call) -> tuple[list[Group], Loss, float | None]:
+        """Groups, the loss, and the constant that divides it where it has one."""
         if call.kind == "sft":
             examples = batch_of(self._sft, call.number, self._options.prompts)
             taught = [self._texts.taught(example) for example in examples]
@@ -359,7 +369,7 @@ class Run:
                 group(f"{call.number}-{index}", prompt, [rollout(response=response)])
                 for index, (prompt, response) in enumerate(taught)
             ]
-            return groups, Loss("cross_entropy")
+            return groups, Loss("cross_entropy"), None
         torch.manual_seed(self._options.seed + call.number)
         examples = batch_of(self._train, call.number, self._options.prompts)
         prompts = [self._texts.prompt(example) for example in examples]
@@ -374,7 +384,10 @@ class Run:
                 zip(prompts, sampled, examples, strict=True)
             )
         ]
-        return groups, Loss(self._options.loss)
+        kind = self._options.loss
+        # A batch is one update, so the old policy is the one that is trained.
+        loss = Loss(kind, old_logprobs="on_policy" if kind == "gspo" else None)
+        return groups, loss, self._options.max_tokens if kind == "dr_grpo" else None
 
     def _rollout(self, sample: Sample, example: Example) -> Rollout:
         return rollout(
@@ -416,7 +429,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=8, help="groups in a batch")
     parser.add_argument("--responses", type=int, default=16, help="rollouts of a group")
     parser.add_argument("--max-tokens", type=int, default=256, help="of a response")
-    parser.add_argument("--loss", default="grpo", help="grpo, dapo, dr_grpo, cispo, ...")
+    parser.add_argument("--loss", default="grpo", help="grpo, dapo, dr_grpo, gspo, ...")
     parser.add_argument("--learning-rate", type=float, default=1e-6)
     parser.add_argument("--dtype", default="bfloat16", help="of the weights")
     parser.add_argument("--seed", type=int, default=0)

@@ -274,6 +274,21 @@ def test_the_example_adapts_a_folder_by_its_own_template_after_a_warm_start(
 
 
 @pytest.mark.more
+@pytest.mark.parametrize("loss", ["dapo", "dr_grpo", "gspo"])
+def test_the_example_trains_with_the_losses_that_its_help_names(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str
+) -> None:
+    """Red before: dr_grpo was refused for want of a divisor, gspo of old log-probs."""
+    monkeypatch.chdir(ROOT)
+    url, name = f"grpc://{service.addresses.grpc}", f"with-{loss.replace('_', '-')}"
+    options = ["--url", url, "--policy", name, "--work", str(tmp_path), "--loss", loss]
+    run = grpo.main([*_commands("python")[0][2:], *options, "--updates", "1"])
+    assert [report.skipped for report in run.reports] == [False]
+    with RatoonClient(url) as client:
+        client.delete_policy(name).result()
+
+
+@pytest.mark.more
 def test_the_commands_for_gsm8k_run(
     service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

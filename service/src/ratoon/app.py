@@ -168,6 +168,8 @@ def describe(config: RatoonConfig, addresses: ServiceAddresses) -> dict[str, str
     }
     if addresses.serve_http is not None:
         said["serve http"] = addresses.serve_http
+    if config.tinker.enabled:
+        said["tinker"] = f"TINKER_BASE_URL={addresses.http}"
     return said | {"page": f"{addresses.http}/"}
 
 
