@@ -147,14 +147,16 @@ def _stop_signals(drain_s: float) -> threading.Event:
     stop = threading.Event()
 
     def heed(number: int, _frame: object) -> None:
-        if not stop.is_set():
-            # Not by print(): the signal may have come within one.
-            said = f"stopping     what runs may end, in {drain_s:g} s at most"
-            hint = "; Ctrl-C again: at once" if number == signal.SIGINT else ""
-            os.write(sys.stdout.fileno(), f"{said}{hint}\n".encode())
+        is_first = not stop.is_set()
         stop.set()
         # What was acknowledged survives that, as it does a kill.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if is_first:
+            said = f"stopping     what runs may end, in {drain_s:g} s at most"
+            hint = "; Ctrl-C again: at once" if number == signal.SIGINT else ""
+            with suppress(OSError):  # Nobody may read it any more.
+                # Not by print(): the signal may have come within one.
+                os.write(sys.stdout.fileno(), f"{said}{hint}\n".encode())
 
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, heed)
