@@ -66,6 +66,8 @@ def test_runs_has_a_line_a_policy(lived: FakeService, ctl: Ctl):
 def test_a_policy_deleted_while_it_is_listed_has_no_line(lived: FakeService, ctl: Ctl):
     lived.faults = [Fault(name="ListSteps", error=RefusalError("POLICY_NOT_FOUND"))]
     assert ctl.json("runs") == []
+    lived.faults = [Fault(name="ListSteps", error=RefusalError("POLICY_NOT_FOUND"))]
+    assert "ratoonctl policies create" in ctl("runs")[2]
 
 
 def test_top_draws_runs_curves_and_what_runs(lived: FakeService, client: RatoonClient, ctl: Ctl):

@@ -69,6 +69,8 @@ def runs(context: typer.Context) -> None:
     """List the policies with their latest step: one line each."""
     with open_client(context) as client:
         found = read_runs(client)
+    if not found:
+        typer.echo("no policy yet: `ratoonctl policies create NAME --preset tiny`", err=True)
     now = time.time()
     show_rows(context, found, _COLUMNS, (_row(run, now) for run in found))
 
