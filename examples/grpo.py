@@ -39,6 +39,7 @@ from ratoon_client import (
     Optim,
     PolicySession,
     RatoonClient,
+    RatoonClientError,
     Rollout,
     StepReport,
     VllmAdapter,
@@ -63,11 +64,18 @@ class Task:
 
     def examples(self, path: Path | None) -> list[Example]:
         """The lines of a data file, each with `messages` or a `prompt`."""
-        lines = read_lines(path) if path else []
-        for line in lines:
-            if self.messages and "prompt" not in line and "messages" not in line:
-                line["messages"] = self.messages(line)
-        return lines
+        lines = read_lines(path) if path else {}
+        for number, line in lines.items():
+            if "prompt" in line or "messages" in line:
+                continue
+            if self.messages is None:
+                has = ", ".join(line) or "nothing"
+                raise SystemExit(
+                    f"{path}:{number}: a line with {has}, expected `prompt` or `messages`, or a"
+                    " function messages(example) beside the reward"
+                )
+            line["messages"] = self.messages(line)
+        return list(lines.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,8 +250,29 @@ def batch_of(examples: Sequence[Example], number: int, size: int) -> list[Exampl
     return shuffled[place * size : (place + 1) * size]
 
 
-def read_lines(path: Path) -> list[Example]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+def read_lines(path: Path) -> dict[int, Example]:
+    """The objects of a file of JSON lines by the line's number, at least one."""
+    lines: dict[int, Example] = {}
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                lines[number] = dict(json.loads(line))
+            except (ValueError, TypeError) as err:
+                raise SystemExit(f"{path}:{number}: expected an object in JSON ({err})") from err
+    if not lines:
+        raise SystemExit(f"{path}: no line of JSON")
+    return lines
+
+
+def read_taught(path: Path) -> list[Example]:
+    """The lines of --sft, each with an answer."""
+    lines = read_lines(path)
+    for number, line in lines.items():
+        if "messages" not in line and not {"prompt", "response"} <= line.keys():
+            raise SystemExit(f"{path}:{number}: expected `messages`, or `prompt` and `response`")
+    return list(lines.values())
 
 
 def read_task(path: Path) -> Task:
@@ -252,6 +281,8 @@ def read_task(path: Path) -> Task:
         raise SystemExit(f"{path}: not a Python file")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    if not hasattr(module, "reward"):
+        raise SystemExit(f"{path}: no function reward(response, example)")
     return Task(reward=module.reward, messages=getattr(module, "messages", None))
 
 
@@ -264,7 +295,7 @@ class Run:
         self._session: PolicySession = client.policy(options.policy)
         self._task = read_task(options.reward)
         self._train, self._test = map(self._task.examples, (options.data, options.eval))
-        self._sft = read_lines(options.sft) if options.sft else []
+        self._sft = read_taught(options.sft) if options.sft else []
         self.version = 0
         self.reports: list[StepReport] = []
         self.rewards: dict[int, float] = {}
@@ -276,9 +307,12 @@ class Run:
         spec: dict[str, Any] = {base: options.model, "dtype": options.dtype, "seed": options.seed}
         if options.lora:
             spec["lora"] = Lora(rank=options.lora, alpha=2.0 * options.lora)
+        print(f"policy {options.policy}: created from {options.model}, or found", flush=True)
         client.create_policy(options.policy, **spec).result()
         pulled = client.pull_weights(options.policy, options.work)
         self.version = pulled.version
+        size = min(options.prompts, len(self._train))
+        print(f"version {self.version} in {pulled.folder}, batches of {size} prompts", flush=True)
         tokens = AutoTokenizer.from_pretrained(options.base or pulled.folder)
         self._texts = Texts(tokenizer=tokens, template=options.template)
         with self._open_sampler(pulled.folder) as (sampler, adapter):
@@ -319,14 +353,15 @@ class Run:
             saved = self._session.save_checkpoint(f"update-{call.number}").result()
             print(f"saved {saved.checkpoint_id}", flush=True)
             return True
-        groups, loss = self._batch(call)
-        optim = Optim(learning_rate=options.learning_rate)
+        groups, loss, divisor = self._batch(call)
+        optim = Optim(learning_rate=options.learning_rate, divide_constant=divisor)
         report = self._session.update(groups, loss=loss, optim=optim).result().report
         self.reports.append(report)
         print(f"{call.kind} {call.number + 1}: {report}", flush=True)
         return True
 
-    def _batch(self, call: Call) -> tuple[list[Group], Loss]:
+    def _batch(self, call: Call) -> tuple[list[Group], Loss, float | None]:
+        """Groups, the loss, and the constant that divides it where it has one."""
         if call.kind == "sft":
             examples = batch_of(self._sft, call.number, self._options.prompts)
             taught = [self._texts.taught(example) for example in examples]
@@ -334,7 +369,7 @@ class Run:
                 group(f"{call.number}-{index}", prompt, [rollout(response=response)])
                 for index, (prompt, response) in enumerate(taught)
             ]
-            return groups, Loss("cross_entropy")
+            return groups, Loss("cross_entropy"), None
         torch.manual_seed(self._options.seed + call.number)
         examples = batch_of(self._train, call.number, self._options.prompts)
         prompts = [self._texts.prompt(example) for example in examples]
@@ -349,7 +384,10 @@ class Run:
                 zip(prompts, sampled, examples, strict=True)
             )
         ]
-        return groups, Loss(self._options.loss)
+        kind = self._options.loss
+        # A batch is one update, so the old policy is the one that is trained.
+        loss = Loss(kind, old_logprobs="on_policy" if kind == "gspo" else None)
+        return groups, loss, self._options.max_tokens if kind == "dr_grpo" else None
 
     def _rollout(self, sample: Sample, example: Example) -> Rollout:
         return rollout(
@@ -372,6 +410,13 @@ class Run:
         print(f"held out after {number} updates: reward {self.rewards[number]:.3f}", flush=True)
 
 
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError) as err:
+        raise argparse.ArgumentTypeError(f"{text!r} is no object in JSON ({err})") from err
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="GRPO on your model, your prompts, your reward.")
     parser.add_argument("model", help="a folder below the models root, or a preset: tiny")
@@ -379,12 +424,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("reward", type=Path, help="a file with reward(response, example)")
     parser.add_argument("--url", default="grpc://127.0.0.1:8443")
     parser.add_argument("--policy", default="grpo", help="its name in the service")
-    parser.add_argument("--work", type=Path, default=Path("grpo-work"), help="versions go here")
+    parser.add_argument("--work", type=Path, help="versions go here; default: POLICY-work")
     parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--prompts", type=int, default=8, help="groups in a batch")
     parser.add_argument("--responses", type=int, default=16, help="rollouts of a group")
     parser.add_argument("--max-tokens", type=int, default=256, help="of a response")
-    parser.add_argument("--loss", default="grpo", help="grpo, dapo, dr_grpo, cispo, ...")
+    parser.add_argument("--loss", default="grpo", help="grpo, dapo, dr_grpo, gspo, ...")
     parser.add_argument("--learning-rate", type=float, default=1e-6)
     parser.add_argument("--dtype", default="bfloat16", help="of the weights")
     parser.add_argument("--seed", type=int, default=0)
@@ -396,10 +441,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--eval-every", type=int, default=20, metavar="UPDATES")
     parser.add_argument("--save-every", type=int, default=50, metavar="UPDATES", help="0: never")
     parser.add_argument(
-        "--template", type=json.loads, default={}, metavar="JSON", help="for the chat template"
+        "--template", type=json_object, default={}, metavar="JSON", help="to the template"
     )
     parser.add_argument("--vllm", metavar="URL", help="sample by this server")
     options = parser.parse_args(arguments)
+    options.work = options.work or Path(f"{options.policy}-work")
     if options.lora and not (options.base or options.vllm):
         parser.error("--lora: --base says where the sampler finds the model")
     if options.sft_updates and not options.sft:
@@ -416,4 +462,9 @@ def main(arguments: Sequence[str] | None = None) -> Run:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (RatoonClientError, httpx.HTTPError, OSError) as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from error
+    except KeyboardInterrupt:
+        raise SystemExit("stopped: the same command goes on with the update that is next") from None

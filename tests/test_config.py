@@ -72,7 +72,8 @@ def test_commands_end_with_the_name_of_the_variable(
     monkeypatch.setenv("RATOON_AUHT__REQUIRED", "true")
     done = CliRunner().invoke(cli, command)
     assert done.exit_code == 2
-    assert "RATOON_AUHT__REQUIRED" in done.stderr
+    said = "RATOON_AUHT__REQUIRED: no such setting; did you mean RATOON_AUTH__REQUIRED?"
+    assert done.stderr == f"config: {said}\n"
 
 
 @pytest.mark.parametrize(
@@ -83,6 +84,8 @@ def test_commands_end_with_the_name_of_the_variable(
         ("8000: http", "expected names with their values"),
         ("\xe9", "can't decode"),
         ("log_level: verbose", "'DEBUG', 'INFO', 'WARNING', 'ERROR' or 'CRITICAL'"),
+        ("http: {prt: 1}", "http.prt: no such setting; did you mean http.port?\n"),
+        ("http: {port: 99999}", "http.port: got 99999, expected less than or equal to 65535\n"),
     ],
 )
 def test_a_file_that_holds_no_settings_is_said(text: str, said: str, tmp_path: Path) -> None:

@@ -12,13 +12,16 @@ from typing import Any
 
 import yaml
 from pydantic import BaseModel
+from typer.main import get_command
 
+from ratoon.cli import cli as service_cli
 from ratoon.config import GIB, MIB, OTHER_VARIABLES, RatoonConfig
 from ratoon.errors import ErrorCode
 from ratoon.metrics import METRICS
 from ratoon.model.families import FAMILIES, WRAPPERS
 from ratoon.model.spec import PRESET_NAMES
 from ratoon.warning_kinds import WarningKind
+from ratoon_client.cli.app import cli as client_cli
 from ratoon_proto.bases import REPORT_GROUPS
 
 ROOT = Path(__file__).parents[1]
@@ -209,3 +212,27 @@ def test_every_kind_of_warning_has_its_heading_in_the_runbook() -> None:
     code = "".join(path.read_text("utf-8") for path in (ROOT / "service/src").rglob("*.py"))
     for kind in WarningKind:
         assert code.count(f"WarningKind.{kind.name}") >= 1, kind
+
+
+def _options(command: Any, words: list[str]) -> set[str]:
+    """Options that `words`, the start of a command line, may be followed by."""
+    found = {name for each in command.params for name in (*each.opts, *each.secondary_opts)}
+    if not hasattr(command, "commands") or not words:
+        return found | {"--help"}
+    name, *rest = words
+    # A word that is none of its commands stands for any of them: `ratoonctl ...`.
+    return found | (_options(command.commands[name], rest) if name in command.commands else set())
+
+
+def test_options_that_documents_name_are_options_of_their_commands() -> None:
+    """Red before: `ratoonctl weights follow --receiver-id` was documented, and refused."""
+    roots = {"ratoon": get_command(service_cli), "ratoonctl": get_command(client_cli)}
+    line = re.compile(r"\b(ratoon|ratoonctl) ((?:[a-z][a-z-]* )+)([^`|#\n]*)")
+    num_checked = 0
+    for page in PAGES:
+        for name, words, rest in line.findall(page.read_text(encoding="utf-8")):
+            said = set(re.findall(r"(?<!\S)--[a-z][a-z-]*", f"{rest}"))
+            wrong = said - _options(roots[name], words.split())
+            assert not wrong, f"{page.name}: {name} {words}{rest}: {sorted(wrong)}"
+            num_checked += len(said)
+    assert num_checked > 30

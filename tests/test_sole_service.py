@@ -75,6 +75,13 @@ def test_the_hold_ends_with_its_process(config: RatoonConfig) -> None:
         pass
 
 
+def test_a_folder_that_cannot_be_made_is_refused_by_its_setting(config: RatoonConfig) -> None:
+    """Red before: a traceback of the file system's error."""
+    in_a_file = Path(__file__) / "data"
+    refused = _refusal(config.model_copy(update={"data_root": in_a_file}))
+    assert (refused.field, refused.expected) == ("data_root", "a folder to write to")
+
+
 @pytest.mark.parametrize("field", ["http.port", "grpc.port", "serve.http_port"])
 def test_a_port_that_somebody_listens_on_is_refused(
     config: RatoonConfig, listener: socket.socket, field: str

@@ -236,6 +236,14 @@ async def test_the_framework_answers_in_the_one_shape(api: Api) -> None:
         assert (response.status_code, http_error(response).detail.code) == (status, code)
 
 
+async def test_a_tinker_script_is_told_the_setting_of_its_wire(api: Api) -> None:
+    """Red before: "Not Found", of a wire that the service has."""
+    response = await api.http.client.get("/api/v1/healthz")
+    detail = http_error(response).detail
+    assert (response.status_code, detail.code) == (404, "ROUTE_NOT_FOUND")
+    assert "tinker.enabled" in detail.message
+
+
 async def test_an_engine_that_is_away_makes_the_server_unwell(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,15 +15,17 @@ from pathlib import Path
 import pytest
 from ray._common.utils import try_make_directory_shared
 
+from ratoon.cluster import local_ray
 from ratoon.cluster.local_ray import (
     RayLogs,
     SessionFolders,
+    connect_ray,
     make_ray_folder,
     make_token_file,
     remove_session,
 )
 from ratoon.cluster.ray_private import LocalRay
-from ratoon.config import ray_token_file
+from ratoon.config import RatoonConfig, RayConfig, ray_token_file
 from ratoon.errors import RatoonError
 from ratoon.log import ShownLogs
 
@@ -55,6 +57,20 @@ def test_the_token_of_rays_is_there_whole_or_not_at_all(
     tokens = {file.read_text() for file in files}
     assert [len(token) for token in tokens] == [64]
     assert [path.name for path in files[0].parent.iterdir()] == ["ray-token"]
+
+
+def test_a_ray_that_does_not_start_is_told_with_its_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red before: a traceback through Ray, of a bare Exception."""
+
+    def late(**_: object) -> LocalRay:
+        raise Exception("timed out")
+
+    monkeypatch.setattr(local_ray, "LocalRay", late)
+    config = RatoonConfig(data_root=tmp_path, ray=RayConfig(temp_folder="/tmp/ray-here"))
+    with pytest.raises(RatoonError, match=r"timed out.*/tmp/ray-here/session_latest/logs"):
+        connect_ray(config, shown=ShownLogs.NONE)
 
 
 def test_a_data_root_is_made_for_its_owner(tmp_path: Path) -> None:

@@ -59,7 +59,9 @@ def _check_command_line(
     (folder / "empty").write_text("")
     listing = ("--url", url, "policies", "list")
     assert _status(*listing) == 1
-    assert "UNAUTHENTICATED" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "UNAUTHENTICATED" in said
+    assert "RATOON_API_KEY or --api-key-file" in said
     assert _status("--api-key-file", str(file), *listing) == 0
     assert _status("--api-key-file", str(folder / "empty"), *listing) == 2
     monkeypatch.setenv("RATOON_API_KEY", key)

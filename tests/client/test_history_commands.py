@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from ratoon_client import RatoonApiError, RatoonClient, RatoonClientError
-from ratoon_client.cli import runs, steps
+from ratoon_client.cli import history, runs, steps
 from ratoon_client.cli.steps import Step, follow_steps, read_steps
 from ratoon_proto.v1 import operation_pb2
 from ratoon_proto.v1.rollout_pb2 import KeptRollout
@@ -66,6 +66,8 @@ def test_runs_has_a_line_a_policy(lived: FakeService, ctl: Ctl):
 def test_a_policy_deleted_while_it_is_listed_has_no_line(lived: FakeService, ctl: Ctl):
     lived.faults = [Fault(name="ListSteps", error=RefusalError("POLICY_NOT_FOUND"))]
     assert ctl.json("runs") == []
+    lived.faults = [Fault(name="ListSteps", error=RefusalError("POLICY_NOT_FOUND"))]
+    assert "ratoonctl policies create" in ctl("runs")[2]
 
 
 def test_top_draws_runs_curves_and_what_runs(lived: FakeService, client: RatoonClient, ctl: Ctl):
@@ -74,14 +76,47 @@ def test_top_draws_runs_curves_and_what_runs(lived: FakeService, client: RatoonC
     operation = next(iter(lived.operations.values()))
     operation.state = operation_pb2.OPERATION_STATE_RUNNING
     drawn = StringIO()
-    Console(file=drawn, width=160).print(runs._screen(client, "http://here"))
+    Console(file=drawn, width=160).print(runs._screen(client, "http://here", 160))
     assert "▁█" in drawn.getvalue()
     assert "create_policy running" in drawn.getvalue()
     lived.faults = [Fault(name="ListPolicies", error=RefusalError("UNAUTHENTICATED"))]
     drawn = StringIO()
-    Console(file=drawn, width=160).print(runs._screen(client, "http://here"))
+    Console(file=drawn, width=160).print(runs._screen(client, "http://here", 160))
     assert "UNAUTHENTICATED" in drawn.getvalue()
     assert ctl("top")[0] == 2
+
+
+@pytest.mark.usefixtures("lived")
+@pytest.mark.parametrize("width", [160, 80, 60, 40])
+def test_top_leaves_columns_out_where_a_terminal_is_narrow(
+    client: RatoonClient, width: int
+) -> None:
+    """Red before: every column was cut to a letter or two."""
+    drawn = StringIO()
+    Console(file=drawn, width=width).print(runs._screen(client, "http://here", width))
+    assert "…" not in drawn.getvalue()
+    (head,) = [
+        line for line in drawn.getvalue().splitlines() if "policy" in line and "state" in line
+    ]
+    assert "reward" in head
+    assert ("loss" in head) == (width == 160)
+
+
+def test_a_log_in_a_terminal_has_the_figures_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red before: every line of seven figures was folded."""
+    assert history._room(37) is None
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    for columns, figures in (("120", 6), ("80", 3), ("40", 1)):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert history._room(37) == figures
+
+
+@pytest.mark.usefixtures("lived")
+def test_a_refused_log_prints_no_head(ctl: Ctl) -> None:
+    for form in ((), ("--csv",)):
+        status, out, err = ctl("log", "nosuch", *form)
+        assert (status, out) == (1, "")
+        assert "POLICY_NOT_FOUND" in err
 
 
 @pytest.mark.parametrize(
@@ -199,7 +234,7 @@ def test_operations_are_listed_and_shown(service: FakeService, ctl: Ctl, tmp_pat
     for _ in range(3):
         assert ctl("update", "p", str(path), "--lr", "0.1")[0] == 0
     ctl("checkpoints", "save", "p")
-    listed: Any = ctl.json("operations", "list", "--policy", "p")
+    listed: Any = ctl.json("operations", "list", "p")
     assert [each["seq"] for each in listed] == [4, 3, 2, 1]
     asked = ("operations", "list", "--kind", "update", "--state", "done", "--limit", "2")
     assert [each["seq"] for each in ctl.json(*asked)] == [3, 2]

@@ -37,11 +37,12 @@ def test_a_step_is_a_line_of_figures_and_says_which_are_missing():
         dropped_truncated=2,
         skipped=True,
         skip_reason=training_pb2.SKIP_REASON_REFERENCE_KL,
+        warnings=[training_pb2.StepWarning(kind=kind) for kind in ("lag", "step_skipped")],
     )
     assert str(decode(report, StepReport)) == (
         "reward 0.25, loss -1.5, sampler KL 1.5e-03, gradient norm 12, KL 5.0e-01, "
         "ratio 0.500 to 1.500, clipped 37.5%, staleness 1.5, at most 2, dropped 3, "
-        "skipped: reference_kl"
+        "skipped: reference_kl, warnings: lag step_skipped"
     )
 
 

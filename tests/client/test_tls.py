@@ -15,7 +15,14 @@ import pytest
 from cryptography import x509
 
 from ratoon.edge.tls import CertificateFiles
-from ratoon_client import ClientConfig, InvalidArgumentError, RatoonClient, TlsError, TransportError
+from ratoon_client import (
+    ClientConfig,
+    InvalidArgumentError,
+    RatoonClient,
+    TlsError,
+    TransportError,
+    WrongPortError,
+)
 from ratoon_client.cli.app import main
 from ratoon_client.config import with_tls_files
 from tests.certificates import Authority, make_authority
@@ -161,6 +168,19 @@ def test_a_service_without_tls_is_told_at_once(wire: str) -> None:
         ):
             client.list_policies()
         assert time.monotonic() - begin < LONG_S / 2
+
+
+def test_the_other_wires_port_is_told_at_once(tmp_path: Path) -> None:
+    """Red before: "illegal request line", after all the time that there was."""
+    begin = time.monotonic()
+    with serving_wires(tmp_path) as wires:
+        for scheme, port in (("http", wires.grpc.port), ("grpc", wires.http.port)):
+            with (
+                RatoonClient(f"{scheme}://127.0.0.1:{port}", timeout_s=LONG_S) as client,
+                pytest.raises(WrongPortError, match=f"{scheme}:// is for"),
+            ):
+                client.list_policies()
+    assert time.monotonic() - begin < LONG_S / 2
 
 
 @pytest.mark.parametrize("wire", WIRES)

@@ -17,6 +17,9 @@ from ratoon.sole_service import free_port
 
 RATOON = Path(sys.executable).with_name("ratoon")
 START_S = 600.0
+_HEEDS_SIGINT = """import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])"""
 _NOT_INHERITED = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
@@ -61,6 +64,25 @@ class OwnService:
             check=True,
         )
         return done.stdout.strip()
+
+    def interrupted_start(self, line: str) -> tuple[int, str]:
+        """Status and output of a start that got a Ctrl-C when it had printed `line`."""
+        with self.log.open("w") as log:
+            process = subprocess.Popen(
+                # A shell's background job would ignore SIGINT.
+                [sys.executable, "-c", _HEEDS_SIGINT, RATOON, "serve"],
+                env=self.environment,
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+            )
+        deadline = time.monotonic() + START_S
+        while line not in self.log.read_text():
+            assert process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        return process.wait(START_S), self.log.read_text()
 
     @contextmanager
     def running(self) -> Iterator[None]:

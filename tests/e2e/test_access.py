@@ -100,7 +100,7 @@ def test_a_start_and_a_stop_print_few_lines_that_fit_a_screen(own: OwnService) -
     assert named["page"] == f"http://127.0.0.1:{ports['http']}/"
     assert named["data root"].endswith("/data")
     assert "Ctrl-C" in named["ready"]
-    assert lines[-1] == "stopping"
+    assert lines[-1].startswith("stopping  ")
     said = "\n".join(lines)
     assert "service runs" in said
     assert "existing" not in said

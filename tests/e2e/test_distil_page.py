@@ -37,7 +37,7 @@ def _run(
     exec(code, {"__name__": "__main__"})  # noqa: S102
     output = capsys.readouterr().out
     (agreement,) = re.findall(r"^agreement (\S+) on 64 held-out prompts$", output, re.MULTILINE)
-    kls = re.findall(r"^student: KL to .*? (\d\S*?)(?:,.*)?$", output, re.MULTILINE)
+    kls = re.findall(r"^student: KL to .*? (\d\S*?)(?: .*)?$", output, re.MULTILINE)
     return float(agreement), [float(text) for text in kls]
 
 

@@ -274,6 +274,21 @@ def test_the_example_adapts_a_folder_by_its_own_template_after_a_warm_start(
 
 
 @pytest.mark.more
+@pytest.mark.parametrize("loss", ["dapo", "dr_grpo", "gspo"])
+def test_the_example_trains_with_the_losses_that_its_help_names(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str
+) -> None:
+    """Red before: dr_grpo was refused for want of a divisor, gspo of old log-probs."""
+    monkeypatch.chdir(ROOT)
+    url, name = f"grpc://{service.addresses.grpc}", f"with-{loss.replace('_', '-')}"
+    options = ["--url", url, "--policy", name, "--work", str(tmp_path), "--loss", loss]
+    run = grpo.main([*_commands("python")[0][2:], *options, "--updates", "1"])
+    assert [report.skipped for report in run.reports] == [False]
+    with RatoonClient(url) as client:
+        client.delete_policy(name).result()
+
+
+@pytest.mark.more
 def test_the_commands_for_gsm8k_run(
     service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,6 +363,32 @@ def test_a_solution_of_gsm8k_is_right_by_its_number(
 ) -> None:
     task = grpo.read_task(ROOT / "examples" / "gsm8k" / "reward.py")
     assert task.reward(response, {"answer": answer}) == points
+
+
+@pytest.mark.parametrize(
+    ("data", "reward", "said"),
+    [
+        ('{"prompt": "a"}\n\n{"prompt": b}\n', "reward = len", "data.jsonl:3: expected an object"),
+        ("[1]", "reward = len", "data.jsonl:1: expected an object"),
+        ("\n", "reward = len", "data.jsonl: no line of JSON"),
+        (
+            '{"prompt": "a"}\n{"question": "b"}\n',
+            "reward = len",
+            "data.jsonl:2: a line with question",
+        ),
+        ('{"prompt": "a"}\n', "", "reward.py: no function reward("),
+    ],
+)
+def test_the_example_says_which_line_of_its_files_is_wrong(
+    data: str, reward: str, said: str, tmp_path: Path
+) -> None:
+    """Red before: tracebacks of a parser, some of them after the policy had been created."""
+    (tmp_path / "data.jsonl").write_text(data)
+    (tmp_path / "reward.py").write_text(reward)
+    # Nobody serves here: the files are looked at before anything is sent.
+    files = [str(tmp_path / name) for name in ("data.jsonl", "reward.py")]
+    with pytest.raises(SystemExit, match=re.escape(said)):
+        grpo.main(["tiny", *files, "--url", "grpc://127.0.0.1:9"])
 
 
 @pytest.mark.parametrize(("sft", "every"), [(0, 0), (3, 0), (0, 4), (5, 2)])

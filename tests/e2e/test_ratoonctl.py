@@ -47,7 +47,7 @@ def test_a_run_is_seen_from_a_shell(
     (folder,) = tmp_path.glob(f"{name}-*")
     assert [step for step, _ in events_of(folder)] == [1, 2]
 
-    listed = ctl.json("operations", "list", "--policy", name, "--kind", "update")
+    listed = ctl.json("operations", "list", name, "--kind", "update")
     assert [each["seq"] for each in listed] == [2, 1]
     assert "grad_norm" in ctl("operations", "show", listed[0]["operation_id"])[1]
     assert [each["version"] for each in ctl.json("weights", "list", name)["versions"]] == [1, 2]

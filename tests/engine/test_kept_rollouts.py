@@ -21,6 +21,7 @@ from ratoon.model.spec import PresetBase
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.serial import batch_to_bytes
 from ratoon.train.rollout_figures import FoundRollouts
+from ratoon.train.spec import NO_HOOKS
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import KeepRollouts, LossConfig, LossKind, StepResult
 from tests.train.trainer_runs import forward_backward, make_batch, make_loss, make_trainer

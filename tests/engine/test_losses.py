@@ -318,6 +318,9 @@ async def test_an_operator_reads_and_decides(room: Room, monkeypatch: pytest.Mon
     def recover(*arguments: str) -> Result:
         return CliRunner().invoke(cli, ["recover", "p", *arguments])
 
+    unknown = recover()
+    assert unknown.exit_code == 2
+    assert "policy: got p, expected one with a folder below" in unknown.stderr
     machine = await room.start()
     assert recover().stdout == "p: nothing is lost\n"
     assert recover("--accept-loss").exit_code == 2

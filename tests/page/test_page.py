@@ -358,3 +358,12 @@ def _frame_ms(events: list[dict[str, Any]]) -> float:
     ]
     assert tasks
     return sum(tasks) / 1000 / len(frames)
+
+
+def test_what_has_been_trained_is_compared_first(open_page: OpenPage) -> None:
+    """Red before: the four newest policies were, which had no step yet, and a run had no curve."""
+    new = [MadeRun(policy_id=f"new-{n}", num_steps=0, seed=3) for n in range(4)]
+    with made_service(*new, RUN) as service:
+        page = open_page(service.url)
+        expect(page.get_by_label(f"Compare {RUN.policy_id}")).to_be_checked()
+        expect(page.get_by_role("checkbox", checked=True)).to_have_count(4)

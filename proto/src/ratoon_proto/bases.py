@@ -150,6 +150,8 @@ class StepReportMethods:
             shown.append(f"dropped {dropped}")
         if report.skipped:
             shown.append(f"skipped: {report.skip_reason or UNSPECIFIED}")
+        if report.warnings:
+            shown.append(f"warnings: {' '.join(str(each.kind) for each in report.warnings)}")
         return ", ".join(shown)
 
     def to_dict(self, *, grouped: bool = False) -> dict[str, Any]:

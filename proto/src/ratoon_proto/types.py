@@ -643,6 +643,7 @@ class LearningRateSchedule:
     """The highest one. Required, also where it is 0."""
     _: KW_ONLY
     warmup_steps: int = 0
+    """Steps over which the rate rises to learning_rate. Default: 0."""
     total_steps: int = 0
     """Warm-up included. More than warmup_steps; absent for CONSTANT."""
     final_share: float = 0.0
@@ -752,6 +753,7 @@ class PublishConfig:
     kind: PublishKind = PublishKind.EVERY
     _: KW_ONLY
     every_n: int = 0
+    """EVERY_N alone: 2 writes every second version."""
     deltas: bool = False
     """Whether to publish with each version the delta to it from the newest one before it, where
     that is less than half as large.
@@ -816,6 +818,7 @@ class NumericsGuard:
     """Limits of StepReport.kl and StepReport.sampler_kl, in nats a token, where the step has them.
     """
     max_sampler_kl_to_step: float | None = None
+    """As max_reference_kl_to_step, of StepReport.sampler_kl."""
     max_skipped_in_row: int = 5
     """How many steps in a row that are skipped for their numbers fail the policy. Default 5; 0:
     never.
@@ -827,7 +830,9 @@ class CheckpointSource:
     """Another policy's checkpoint, by the name that its caller gave it."""
 
     policy_id: str
+    """The other policy."""
     checkpoint_id: str
+    """Its checkpoint."""
     _: KW_ONLY
     with_optimizer: bool = False
     """Whether the optimizer's moments and step count come along; otherwise they begin anew."""
@@ -1017,6 +1022,7 @@ class Teacher:
     """
 
     policy_id: str
+    """The policy that is asked."""
     _: KW_ONLY
     version: int | None = None
     """The version that it must have when it answers. Absent: whichever it has, which
@@ -1045,7 +1051,7 @@ class KlConfig:
 
     kind: KlKind
     coefficient: float
-    """Required."""
+    """The factor of the KL term. Required."""
     reference: ReferenceKind
     _: KW_ONLY
     importance_weighted: bool = False
@@ -1078,6 +1084,7 @@ class RolloutCorrection:
     mode: CorrectionMode
     level: CorrectionLevel
     high: float
+    """The upper bound, at least 1. Required."""
     _: KW_ONLY
     low: float = 0.0
     """low <= 1 <= high."""
@@ -1108,6 +1115,7 @@ class CorrectionMask:
     low: float
     """Both required; low <= 1 <= high."""
     high: float
+    """The upper bound, at least 1. Required."""
 
     if TYPE_CHECKING:
 
@@ -1132,9 +1140,11 @@ class OverlongPenalty:
     """A soft punishment of length, added to the reward before advantages (DAPO, eq. 13)."""
 
     max_tokens: int
+    """Response tokens from which on the penalty is whole. Required."""
     buffer_tokens: int
+    """Tokens before max_tokens over which it grows from 0. Required."""
     scale: float
-    """Required."""
+    """The whole penalty, which the reward is lowered by. Required."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1142,6 +1152,7 @@ class StalenessConfig:
     """A limit of age: what becomes of rollouts sampled more than max_versions versions ago."""
 
     max_versions: int
+    """How many versions old a rollout may be. Required."""
     action: StalenessAction
 
     if TYPE_CHECKING:
@@ -1165,6 +1176,7 @@ class DistillationConfig:
     divergence: Divergence
     _: KW_ONLY
     coefficient: float = 1.0
+    """The factor of the term."""
     beta: float | None = None
     """jensen_shannon alone; from 1e-6 to 1 - 1e-6. Default: 0.5."""
     teachers: tuple[Teacher, ...] = ()
@@ -1197,6 +1209,7 @@ class ValueLossConfig:
     """
 
     coefficient: float = 1.0
+    """The factor of the term."""
     clip: float | None = None
     """With it the term is the larger of that square and the one of the value held within `clip` of
     the rollout's `old_values` (PPO's clipped value loss); above 0. Default: off.
@@ -1218,11 +1231,13 @@ class LossConfig:
     may.
     """
     clip_high: float | None = None
+    """As clip_low, on the other side. Default: the loss's own."""
     dual_clip: float | None = None
     """ppo_clip family, negative advantages only, above 1 + clip_high; off where absent."""
     old_logprobs: OldLogprobs | None = None
     kl: KlConfig | None = None
     entropy_coefficient: float = 0.0
+    """The factor of the entropy that is subtracted from the loss. Default: 0."""
     correction: RolloutCorrection | None = None
     token_weight: TokenWeight | None = None
     shared_tokens: SharedTokens = SharedTokens.SUM
@@ -1247,6 +1262,7 @@ class LossConfig:
     tau_positive: float | None = None
     """sapo alone: temperatures of its gate for positive and for other advantages; 1 and 1.05."""
     tau_negative: float | None = None
+    """As tau_positive, for other advantages."""
     top_entropy_share: float | None = None
     """Only this share, above 0, of the operation's counted tokens has a policy gradient: those of
     most entropy by the Forward that old_logprobs names, which must have had with_entropy.
@@ -1328,7 +1344,9 @@ class OptimStepConfig:
     beta1: float | None = None
     """Numbers of AdamW for this step. Default: the policy's."""
     beta2: float | None = None
+    """Default: the policy's."""
     eps: float | None = None
+    """Default: the policy's."""
     tensor_grad_norms: bool = False
     """Report norm and largest value of each tensor's gradient too: the gradient is read twice more.
     """

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -40,6 +41,10 @@ GATEWAY_NAME = "ratoon-gateway"
 _log = get_logger("app")
 
 
+class StartStoppedError(Exception):
+    """A start that was ended from outside; what it had begun is stopped."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceAddresses:
     """URLs of HTTP, and host:port of gRPC. `serve_http` is None where Serve is off."""
@@ -63,23 +68,30 @@ def app_builder(args: dict[str, Any]) -> Application:
     return build_app(config)
 
 
-def start(config: RatoonConfig, *, shown: ShownLogs = ShownLogs.NONE) -> ServiceAddresses:
+def start(
+    config: RatoonConfig, *, shown: ShownLogs = ShownLogs.NONE, stopped: Event | None = None
+) -> ServiceAddresses:
     """Start the service on this machine, or on the cluster of `config.ray.address`.
 
     Port 0 picks a free port. `shown` of the logs of all processes is copied to this process's
-    standard error. Raises what the parts raise, and leaves nothing running then.
+    standard error. Raises what the parts raise, and StartStoppedError between two of them once
+    `stopped` is set; leaves nothing running then.
     """
     configure_logging(config.log_level)
     _check_serve(config)
     check_start(config)
     check_tls(config)
     config = _with_ports(config)
-    if not ray.is_initialized():
+    _go_on(stopped)
+    has_ray = ray.is_initialized()
+    if not has_ray:
         connect_ray(config, shown=shown)
     try:
         # These start one after the other: the gateway asks the engine first, and the spare worker,
         # which the first policy waits for, has a core of two for itself.
+        _go_on(stopped)
         ray.get(start_engine(config))
+        _go_on(stopped)
         ray.get(_start_gateway(config))
         addresses = _addresses(config)
         # Callers are answered from here on, while Serve is still being imported and started.
@@ -88,13 +100,21 @@ def start(config: RatoonConfig, *, shown: ShownLogs = ShownLogs.NONE) -> Service
             from ratoon.ray_serve import start_serve
 
             # Serve's processes would take the cores that policies' workers need to start.
+            _go_on(stopped)
             wait_for_workers(config)
+            _go_on(stopped)
             start_serve(config, shown=shown)
+        _go_on(stopped)
     except BaseException:
-        stop(config)
+        stop(config, ends_ray=not has_ray and is_own_ray())
         raise
     _log.info("service runs", http=addresses.http, grpc=addresses.grpc)
     return addresses
+
+
+def _go_on(stopped: Event | None) -> None:
+    if stopped is not None and stopped.is_set():
+        raise StartStoppedError
 
 
 def stop(config: RatoonConfig, *, ends_ray: bool = False) -> None:
@@ -114,18 +134,19 @@ def stop(config: RatoonConfig, *, ends_ray: bool = False) -> None:
 
 @contextmanager
 def running(
-    config: RatoonConfig, *, shown: ShownLogs = ShownLogs.NONE
+    config: RatoonConfig, *, shown: ShownLogs = ShownLogs.NONE, stopped: Event | None = None
 ) -> Generator[ServiceAddresses, None, None]:
     """Run the service for the duration of the block. A Ray started for it stops with it.
 
     On an existing cluster, starting twice gives one service. Raises what `start` raises, and
     INVALID_ARGUMENT, before anything is started, where another service has its folder or a port.
     """
+    configure_logging(config.log_level)
     has_ray = ray.is_initialized()
     is_sole = not has_ray and not config.ray.address
     with sole_service(config) if is_sole else nullcontext():
         try:
-            addresses = start(config, shown=shown)
+            addresses = start(config, shown=shown, stopped=stopped)
             try:
                 yield addresses
             finally:
@@ -147,6 +168,8 @@ def describe(config: RatoonConfig, addresses: ServiceAddresses) -> dict[str, str
     }
     if addresses.serve_http is not None:
         said["serve http"] = addresses.serve_http
+    if config.tinker.enabled:
+        said["tinker"] = f"TINKER_BASE_URL={addresses.http}"
     return said | {"page": f"{addresses.http}/"}
 
 

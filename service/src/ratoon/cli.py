@@ -6,11 +6,13 @@ installation.
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,8 +26,8 @@ from rich.table import Table
 from ratoon.api.convert.checks import POLICY_ID, matched
 from ratoon.auth.audit import AuditEntry, AuditLog
 from ratoon.auth.keys import KeyFile, Scope, new_key
-from ratoon.config import KeyLimits, RatoonConfig, load_config, set_defaults
-from ratoon.errors import RatoonError
+from ratoon.config import KeyLimits, RatoonConfig, errors_told, load_config, set_defaults
+from ratoon.errors import RatoonError, invalid
 from ratoon.example_files import EXAMPLES, write_example
 from ratoon.garbage import frozen_imports
 from ratoon.model.spec import PRESET_NAMES
@@ -84,9 +86,12 @@ def options(
 def _read_config(path: Path | None) -> RatoonConfig:
     try:
         return load_config(path)
+    except ValidationError as err:
+        text = errors_told(err)
     except (ValueError, OSError) as err:
-        typer.echo(f"config: {err}", err=True)
-        raise typer.Exit(2) from err
+        text = str(err)
+    typer.echo("\n".join(f"config: {line}" for line in text.splitlines()), err=True)
+    raise typer.Exit(2)
 
 
 @contextmanager
@@ -110,18 +115,21 @@ def serve(
 ) -> None:
     """Run the service on this machine until SIGTERM or Ctrl-C; exit 1 if its Ray has ended."""
     settings = _read_config(config)
+    # Signals are heeded from before the start: callers are answered while it is under way, and
+    # their calls are drained.
+    stop = _stop_signals(settings.limits.drain_s)
+    typer.echo(f"starting     on {settings.data_root.absolute()}, in some ten seconds")
     with frozen_imports():
         from ratoon import app
         from ratoon.cluster.local_ray import ended_processes, exit_without_ray
         from ratoon.log import ShownLogs
 
-    stop = threading.Event()
-    # The handler comes before the start: callers are answered while it is under way, and SIGTERM
-    # must drain their calls.
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
     shown = ShownLogs.ALL if verbose else ShownLogs.OWN
-    with _reported(RatoonError), app.running(settings, shown=shown) as addresses:
-        signal.signal(signal.SIGINT, lambda *_: stop.set())
+    with (
+        _reported(RatoonError),
+        suppress(app.StartStoppedError),
+        app.running(settings, shown=shown, stopped=stop) as addresses,
+    ):
         for name, value in app.describe(settings, addresses).items():
             typer.echo(f"{name:<12} {value}")
         typer.echo("ready        stop it with Ctrl-C or SIGTERM")
@@ -129,7 +137,30 @@ def serve(
             if ended := ended_processes():
                 typer.echo(f"{ended[0]} of Ray has ended: start the service again", err=True)
                 exit_without_ray()
-        typer.echo("stopping")
+
+
+def _stop_signals(drain_s: float) -> threading.Event:
+    """An event that SIGTERM and Ctrl-C set; a second Ctrl-C ends this process at once.
+
+    Ray's libraries do not survive a KeyboardInterrupt within them.
+    """
+    stop = threading.Event()
+
+    def heed(number: int, _frame: object) -> None:
+        is_first = not stop.is_set()
+        stop.set()
+        # What was acknowledged survives that, as it does a kill.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if is_first:
+            said = f"stopping     what runs may end, in {drain_s:g} s at most"
+            hint = "; Ctrl-C again: at once" if number == signal.SIGINT else ""
+            with suppress(OSError):  # Nobody may read it any more.
+                # Not by print(): the signal may have come within one.
+                os.write(sys.stdout.fileno(), f"{said}{hint}\n".encode())
+
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, heed)
+    return stop
 
 
 @cli.command()
@@ -221,7 +252,9 @@ def recover(
     if accept_loss and from_evidence:
         raise typer.BadParameter("--accept-loss or --from-evidence, not both")
     with _reported(RatoonError, DamagedFileError):
-        paths = EngineSettings.from_config(settings).paths(policy)
+        paths = EngineSettings.from_config(settings).paths(matched("policy", policy, POLICY_ID))
+        if not paths.root.is_dir():
+            raise invalid("policy", policy, f"one with a folder below {paths.root.parent}")
         if not (accept_loss or from_evidence):
             loss = read_loss(paths)
             typer.echo(f"{policy}: nothing is lost" if loss is None else f"{policy}: {loss.text}")
@@ -250,14 +283,21 @@ def demo(
     if preset not in PRESET_NAMES:
         raise typer.BadParameter(f"{preset!r} is none of {PRESETS}")
     # The demo reads the environment too, so bad variables are refused as in the other commands.
-    _read_config(None)
+    stop = _stop_signals(_read_config(None).limits.drain_s)
+    from ratoon.app import StartStoppedError
     from ratoon.demo.run import run_demo
 
-    raise typer.Exit(
-        0
-        if run_demo(preset=preset, seed=seed, shuffle_rewards=shuffle_rewards, console=console)
-        else 1
-    )
+    try:
+        has_learned = run_demo(
+            preset=preset,
+            seed=seed,
+            shuffle_rewards=shuffle_rewards,
+            console=console,
+            stopped=stop,
+        )
+    except StartStoppedError:
+        has_learned = False
+    raise typer.Exit(0 if has_learned else 1)
 
 
 @cli.command()
@@ -277,7 +317,8 @@ def example(
     with _reported(OSError):
         for path in write_example(name, folder):
             typer.echo(f"{'wrote':<12} {path}")
-    typer.echo(f"{'next':<12} {EXAMPLES[name].then}")
+    there = "" if folder == Path() else f"cd {folder} && "
+    typer.echo(f"{'next':<12} {there}{EXAMPLES[name].then}")
 
 
 @keys.command("create")

@@ -10,13 +10,21 @@ import os
 import re
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from difflib import get_close_matches
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import psutil
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
@@ -397,6 +405,35 @@ def load_config(path: Path | None) -> RatoonConfig:
         return RatoonConfig(**data)
     except SettingsError as err:
         raise ValueError(f"{err}: a list or a section is written as JSON there") from err
+
+
+def errors_told(refused: ValidationError) -> str:
+    """What is wrong with each setting, and which name was perhaps meant, a line each."""
+    known = [*_setting_names(RatoonConfig)]
+    variables = [_PREFIX + each.upper().replace(".", _DELIMITER) for each in known]
+    lines: list[str] = []
+    for error in refused.errors():
+        name = ".".join(map(str, error["loc"]))
+        if error["type"] == "extra_forbidden":
+            is_variable = name.upper().startswith(_PREFIX)
+            near = get_close_matches(*((name.upper(), variables) if is_variable else (name, known)))
+            meant = f"; did you mean {near[0]}?" if near else ": docs/settings.md lists them"
+            lines.append(f"{name}: no such setting{meant}")
+            continue
+        got, message = error["input"], error["msg"].removeprefix("Value error, ")
+        if message.startswith("Input should be ") and isinstance(got, str | int | float):
+            expected = message.removeprefix("Input should be ")
+            message = f"got {got!r}, expected {expected}"
+        lines.append(f"{name}: {message}" if name else message)
+    return "\n".join(lines)
+
+
+def _setting_names(section: type[BaseModel]) -> Generator[str]:
+    """`data_root`, `http`, `http.host`, ..."""
+    for name, field in section.model_fields.items():
+        yield name
+        if isinstance(field.default, BaseModel):
+            yield from (f"{name}.{inner}" for inner in _setting_names(type(field.default)))
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

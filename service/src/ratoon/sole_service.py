@@ -94,9 +94,14 @@ def ports_of(config: RatoonConfig) -> Iterator[tuple[str, str, int]]:
 
 
 def _wait_for_port(field: str, host: str, port: int, deadline: float) -> None:
+    is_told = False
     while port and not _is_free(field, host, port):
-        if time.monotonic() >= deadline:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
             raise invalid(field, port, f"a port of {host} that no other process listens on")
+        if not is_told:
+            _log.warning("port is taken", setting=field, port=port, waits_s=round(left_s))
+            is_told = True
         time.sleep(_POLL_S)
 
 
@@ -109,8 +114,11 @@ def _is_free(field: str, host: str, port: int) -> bool:
 
 @contextmanager
 def _held(field: str, folder: Path) -> Iterator[None]:
-    make_folder(folder, 0o700)
-    descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        make_folder(folder, 0o700)
+        descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as err:
+        raise invalid(field, f"{folder} ({err.strerror})", "a folder to write to") from err
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,19 @@
-"""Client of the Ratoon policy-update service."""
+"""Client of the Ratoon policy-update service.
+
+    with RatoonClient("grpc://127.0.0.1:8443") as client:
+        client.create_policy("p", preset="tiny").result()
+        session = client.policy("p")  # counts the seqs of its calls
+        rollouts = [rollout(response=..., sampler_logprobs=..., reward=...), ...]
+        groups = [group("a", prompt, rollouts)]
+        step = session.update(groups, loss=Loss("grpo"), optim=Optim(learning_rate=1e-6)).result()
+        folder = client.pull_weights("p", "weights").folder
+
+- `RatoonClient`, `PolicySession`, `OperationHandle` and `WeightReceiver` block; each has a class
+  beside it, with `Async` before its name, whose methods are coroutines.
+- `group()` and `rollout()` make what is sent of lists and arrays; `Loss`, `Optim` and the classes
+  that they take are the wire's messages, frozen dataclasses (docs/api.md).
+- Every error is a `RatoonClientError`; `RatoonApiError` is what the service says.
+"""
 
 from importlib.metadata import version
 
@@ -21,6 +36,7 @@ from ratoon_client.errors import (
     TlsError,
     TransportError,
     UnusableClientError,
+    WrongPortError,
 )
 from ratoon_client.gae import gae
 from ratoon_client.operation import AsyncOperationHandle
@@ -183,6 +199,7 @@ __all__ = [
     "WeightFile",
     "WeightManifest",
     "WeightReceiver",
+    "WrongPortError",
     "by_autograd",
     "gae",
     "group",

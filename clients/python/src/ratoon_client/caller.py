@@ -15,7 +15,13 @@ from typing import Any, Protocol, TypeVar
 import tenacity
 
 from ratoon_client.config import ClientConfig
-from ratoon_client.errors import RatoonApiError, TlsError, TransportError, UnusableClientError
+from ratoon_client.errors import (
+    RatoonApiError,
+    TlsError,
+    TransportError,
+    UnusableClientError,
+    WrongPortError,
+)
 from ratoon_client.rpcs import GET_SERVER_INFO, RequestT, ResponseT, Rpc
 from ratoon_client.wire import request_message
 from ratoon_proto.types import WeightFile
@@ -65,7 +71,8 @@ def may_pass(error: BaseException) -> bool:
     if isinstance(error, RatoonApiError):
         is_soon = error.code != "RESOURCE_EXHAUSTED" or error.retry_after_s > 0
         return error.retryable and error.code != "SEQ_GAP" and is_soon
-    return isinstance(error, TransportError) and not isinstance(error, TlsError)
+    is_final = isinstance(error, TlsError | WrongPortError)
+    return isinstance(error, TransportError) and not is_final
 
 
 def closed() -> UnusableClientError:

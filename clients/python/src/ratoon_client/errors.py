@@ -8,15 +8,6 @@ from types import MappingProxyType
 from typing import Self
 
 _NO_DETAILS: Mapping[str, str] = MappingProxyType({})
-_NOT_VERIFIED = "the service's certificate does not verify"
-_NOT_TLS = "no certificate: the service, or what answers there, speaks no TLS"
-# What OpenSSL, and gRPC with its own build of it, say.
-_FLAWS = (
-    ("CERTIFICATE_VERIFY_FAILED", _NOT_VERIFIED),
-    ("Hostname Verification Check failed", _NOT_VERIFIED),
-    ("WRONG_VERSION_NUMBER", _NOT_TLS),
-    ("record layer failure", _NOT_TLS),
-)
 
 
 class RatoonClientError(Exception):
@@ -79,6 +70,10 @@ class TlsError(TransportError):
     """The two ends do not agree on certificates or on TLS at all: trying again is of no use."""
 
 
+class WrongPortError(TransportError):
+    """The port speaks another protocol than the target names: trying again is of no use."""
+
+
 class UnusableClientError(RatoonClientError, RuntimeError):
     """The client was closed, or is another process's. Nothing was sent."""
 
@@ -108,12 +103,27 @@ class InvalidArgumentError(RatoonClientError, ValueError):
         return partial(type(self), self.field, self.got, self.expected), ()
 
 
+_NOT_VERIFIED = "the service's certificate does not verify"
+_NOT_TLS = "no certificate: the service, or what answers there, speaks no TLS"
+_OTHER_WIRE = "what answers there speaks another protocol: {} is for the {} port"
+# What OpenSSL, gRPC with its own build of it, and httpx say.
+_FLAWS = (
+    ("CERTIFICATE_VERIFY_FAILED", TlsError, _NOT_VERIFIED),
+    ("Hostname Verification Check failed", TlsError, _NOT_VERIFIED),
+    ("WRONG_VERSION_NUMBER", TlsError, _NOT_TLS),
+    ("record layer failure", TlsError, _NOT_TLS),
+    ("connect an http1.x server", WrongPortError, _OTHER_WIRE.format("grpc://", "gRPC")),
+    ("illegal request line", WrongPortError, _OTHER_WIRE.format("http://", "HTTP")),
+    ("illegal status line", WrongPortError, _OTHER_WIRE.format("http://", "HTTP")),
+)
+
+
 def no_answer(text: str) -> TransportError:
-    """The error where no answer came: TlsError where a library says that TLS failed for good.
+    """The error where no answer came: of its own class where a library says that none will come.
 
     A service that hangs up looks the same for want of a client's certificate and in a restart.
     """
-    for sign, flaw in _FLAWS:
+    for sign, error, flaw in _FLAWS:
         if sign in text:
-            return TlsError(f"{flaw}: {text}")
+            return error(f"{flaw} ({text})")
     return TransportError(text)

@@ -77,7 +77,7 @@ def _parse_line(line: str, place: str, *, byte_tokens: bool) -> Group:
         raise InvalidArgumentError(place, repr(line.strip()[:40]), f"JSON ({err})") from err
     record = _object(place, data, _GROUP_KEYS)
     if "group_id" not in record or not isinstance(record["group_id"], str):
-        raise InvalidArgumentError(f"{place}: group_id", record.get("group_id"), "a text")
+        raise InvalidArgumentError(f"{place}: group_id", record.get("group_id", "none"), "a text")
     rollouts = [
         _rollout(f"{place}: rollouts[{index}]", item, byte_tokens=byte_tokens)
         for index, item in enumerate(_list(f"{place}: rollouts", record.get("rollouts", [])))

@@ -76,6 +76,7 @@ class RatoonGRPOTrainer(GRPOTrainer):
         _check_module(module, has_aux_loss=self.aux_loss_enabled)
         if self.optimizer is not None:
             raise InvalidArgumentError("optimizers", "an optimizer", "None: the service has it")
+        self._url = ratoon_url
         self._client = RatoonClient(ratoon_url)
         self._policy_id = policy_id or f"trl-{uuid.uuid4().hex[:8]}"
         self._is_named = policy_id is not None
@@ -203,6 +204,7 @@ class RatoonGRPOTrainer(GRPOTrainer):
     def _attach(self, version: int) -> None:
         """Begin to follow the policy, by this version: what does not fit the module is seen now."""
         self.accelerator.wait_for_everyone()
+        self.accelerator.print(f"policy {self._policy_id} of {self._url}, at version {version}")
         self._session = self._client.policy(self._policy_id)
         adapter = ModuleAdapter(self.accelerator.unwrap_model(self.model))
         self._receiver = self._client.weight_receiver(self._policy_id, self._mirror.name, adapter)

@@ -386,6 +386,7 @@ class LearningRateSchedule(_message.Message):
     learning_rate: _builtins.float
     """The highest one. Required, also where it is 0."""
     warmup_steps: _builtins.int
+    """Steps over which the rate rises to learning_rate. Default: 0."""
     total_steps: _builtins.int
     """Warm-up included. More than warmup_steps; absent for CONSTANT."""
     final_share: _builtins.float
@@ -573,6 +574,7 @@ class PublishConfig(_message.Message):
     MERGED_FIELD_NUMBER: _builtins.int
     kind: Global___PublishKind.ValueType
     every_n: _builtins.int
+    """EVERY_N alone: 2 writes every second version."""
     deltas: _builtins.bool
     """Whether to publish with each version the delta to it from the newest one before it, where that is
     less than half as large.
@@ -653,6 +655,7 @@ class NumericsGuard(_message.Message):
     max_reference_kl_to_step: _builtins.float
     """Limits of StepReport.kl and StepReport.sampler_kl, in nats a token, where the step has them."""
     max_sampler_kl_to_step: _builtins.float
+    """As max_reference_kl_to_step, of StepReport.sampler_kl."""
     max_skipped_in_row: _builtins.int
     """How many steps in a row that are skipped for their numbers fail the policy. Default 5; 0: never."""
     def __init__(
@@ -696,7 +699,9 @@ class CheckpointSource(_message.Message):
     CHECKPOINT_ID_FIELD_NUMBER: _builtins.int
     WITH_OPTIMIZER_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
+    """The other policy."""
     checkpoint_id: _builtins.str
+    """Its checkpoint."""
     with_optimizer: _builtins.bool
     """Whether the optimizer's moments and step count come along; otherwise they begin anew."""
     def __init__(

@@ -512,6 +512,7 @@ class Teacher(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     GROUP_IDS_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
+    """The policy that is asked."""
     version: _builtins.int
     """The version that it must have when it answers. Absent: whichever it has, which `StepResult.teachers`
     names.
@@ -550,7 +551,7 @@ class KlConfig(_message.Message):
     TEACHERS_FIELD_NUMBER: _builtins.int
     kind: Global___KlKind.ValueType
     coefficient: _builtins.float
-    """Required."""
+    """The factor of the KL term. Required."""
     reference: Global___ReferenceKind.ValueType
     importance_weighted: _builtins.bool
     """k1 and k3 alone, of a loss with old log-probs: the estimate times exp(logp - old), with the gradient of
@@ -594,6 +595,7 @@ class RolloutCorrection(_message.Message):
     low: _builtins.float
     """low <= 1 <= high."""
     high: _builtins.float
+    """The upper bound, at least 1. Required."""
     def __init__(
         self,
         *,
@@ -627,6 +629,7 @@ class CorrectionMask(_message.Message):
     low: _builtins.float
     """Both required; low <= 1 <= high."""
     high: _builtins.float
+    """The upper bound, at least 1. Required."""
     def __init__(
         self,
         *,
@@ -676,9 +679,11 @@ class OverlongPenalty(_message.Message):
     BUFFER_TOKENS_FIELD_NUMBER: _builtins.int
     SCALE_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
+    """Response tokens from which on the penalty is whole. Required."""
     buffer_tokens: _builtins.int
+    """Tokens before max_tokens over which it grows from 0. Required."""
     scale: _builtins.float
-    """Required."""
+    """The whole penalty, which the reward is lowered by. Required."""
     def __init__(
         self,
         *,
@@ -705,6 +710,7 @@ class StalenessConfig(_message.Message):
     MAX_VERSIONS_FIELD_NUMBER: _builtins.int
     ACTION_FIELD_NUMBER: _builtins.int
     max_versions: _builtins.int
+    """How many versions old a rollout may be. Required."""
     action: Global___StalenessAction.ValueType
     def __init__(
         self,
@@ -735,6 +741,7 @@ class DistillationConfig(_message.Message):
     NUM_TEACHER_TOKENS_FIELD_NUMBER: _builtins.int
     divergence: Global___Divergence.ValueType
     coefficient: _builtins.float
+    """The factor of the term."""
     beta: _builtins.float
     """jensen_shannon alone; from 1e-6 to 1 - 1e-6. Default: 0.5."""
     num_teacher_tokens: _builtins.int
@@ -778,6 +785,7 @@ class ValueLossConfig(_message.Message):
     COEFFICIENT_FIELD_NUMBER: _builtins.int
     CLIP_FIELD_NUMBER: _builtins.int
     coefficient: _builtins.float
+    """The factor of the term."""
     clip: _builtins.float
     """With it the term is the larger of that square and the one of the value held within `clip` of the
     rollout's `old_values` (PPO's clipped value loss); above 0. Default: off.
@@ -843,9 +851,11 @@ class LossConfig(_message.Message):
     for ipo how far the probability may have fallen and risen, for gmpo how far the log-prob may.
     """
     clip_high: _builtins.float
+    """As clip_low, on the other side. Default: the loss's own."""
     dual_clip: _builtins.float
     """ppo_clip family, negative advantages only, above 1 + clip_high; off where absent."""
     entropy_coefficient: _builtins.float
+    """The factor of the entropy that is subtracted from the loss. Default: 0."""
     token_weight: Global___TokenWeight.ValueType
     shared_tokens: Global___SharedTokens.ValueType
     drop_zero_variance_groups: _builtins.bool
@@ -865,6 +875,7 @@ class LossConfig(_message.Message):
     tau_positive: _builtins.float
     """sapo alone: temperatures of its gate for positive and for other advantages; 1 and 1.05."""
     tau_negative: _builtins.float
+    """As tau_positive, for other advantages."""
     top_entropy_share: _builtins.float
     """Only this share, above 0, of the operation's counted tokens has a policy gradient: those of most
     entropy by the Forward that old_logprobs names, which must have had with_entropy.
@@ -1001,7 +1012,9 @@ class OptimStepConfig(_message.Message):
     beta1: _builtins.float
     """Numbers of AdamW for this step. Default: the policy's."""
     beta2: _builtins.float
+    """Default: the policy's."""
     eps: _builtins.float
+    """Default: the policy's."""
     tensor_grad_norms: _builtins.bool
     """Report norm and largest value of each tensor's gradient too: the gradient is read twice more."""
     changed_share: _builtins.bool

@@ -17,10 +17,12 @@ from ratoon.api.service import PolicyService
 from ratoon.api.tinker.routes import tinker_routes
 from ratoon.auth.access import checked_hosts
 from ratoon.cluster.bootstrap import connect
+from ratoon.cluster.placement import worker_device
 from ratoon.cluster.sampler_process import RaySampler, SamplerSettings
 from ratoon.config import RatoonConfig
 from ratoon.edge.budget import EdgeBounds
 from ratoon.edge.tls import CertificateStore, files_of, server_context
+from ratoon.engine.settings import EngineSettings
 
 
 async def build_service(config: RatoonConfig) -> PolicyService:
@@ -36,7 +38,7 @@ async def build_service(config: RatoonConfig) -> PolicyService:
             models_root=config.models_folder,
             micro_batch_tokens=config.worker.micro_batch_tokens,
         ),
-        device=config.worker.device,
+        device=worker_device(EngineSettings.from_config(config)),
     )
 
 

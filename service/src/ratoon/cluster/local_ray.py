@@ -34,7 +34,7 @@ from ratoon.cluster.ray_private import (
     on_loopback,
 )
 from ratoon.config import RatoonConfig, is_loopback, is_ray_open, ray_token_file
-from ratoon.errors import invalid
+from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.log import ShownLogs, copied_event, get_logger, ray_level
 from ratoon.stream.files import fsync_folder, temporary_name, write_atomic
 
@@ -85,11 +85,19 @@ def _start_ray(config: RatoonConfig, options: dict[str, Any], shown: ShownLogs) 
     logging.getLogger("ray").setLevel(level)
     with ray_token_file(token_file), on_loopback():
         forget_token()
-        local = LocalRay(
-            num_cpus=config.ray.num_cpus,
-            object_store_bytes=config.ray.object_store_bytes,
-            temp_folder=config.ray.temp_folder or str(make_ray_folder()),
-        )
+        folder = config.ray.temp_folder or str(make_ray_folder())
+        try:
+            local = LocalRay(
+                num_cpus=config.ray.num_cpus,
+                object_store_bytes=config.ray.object_store_bytes,
+                temp_folder=folder,
+            )
+        except Exception as err:  # Ray has no class for it.
+            logs = Path(folder) / SESSION_LATEST / "logs"
+            text = (
+                f"Ray did not start ({err}); a start on a less busy machine may. Its logs: {logs}"
+            )
+            raise RatoonError(ErrorCode.UNAVAILABLE, text) from err
         logs = None
         if shown is not ShownLogs.NONE:
             logs = RayLogs(local.session_folder / "logs", sys.stderr, shown)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
+from threading import Event
 from typing import TypeVar
 
 import numpy as np
 from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
 from ratoon import app
 from ratoon.config import GrpcConfig, HttpConfig, RatoonConfig, ServeConfig
@@ -23,6 +22,7 @@ from ratoon_client import RatoonClient
 
 # A leg ends at this mean reward of its last steps, or after this many steps.
 WINDOW = 6
+_COLUMNS = 79
 SYNCHRONOUS_REWARD, MAX_UPDATES = 0.6, 120
 ASYNCHRONOUS_REWARD, MAX_ROUNDS = 0.9, 40
 
@@ -48,9 +48,13 @@ _ROUND_COLUMNS: Mapping[str, Callable[[Round], str]] = {
 }
 
 
-def run_demo(*, preset: str, seed: int, shuffle_rewards: bool, console: Console) -> bool:
-    """Run the whole demo on a policy of a preset; True if it passes. Raises what the client
-    raises."""
+def run_demo(
+    *, preset: str, seed: int, shuffle_rewards: bool, console: Console, stopped: Event
+) -> bool:
+    """Run the whole demo on a policy of a preset; True if it passes.
+
+    Raises what the client and, while `stopped` is set in the start, `app.running` raise.
+    """
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ratoon-demo-") as folder:
         root = Path(folder)
@@ -60,9 +64,12 @@ def run_demo(*, preset: str, seed: int, shuffle_rewards: bool, console: Console)
             http=HttpConfig(port=0),
             grpc=GrpcConfig(port=0),
             serve=ServeConfig(num_replicas=0),
+            log_level="WARNING",
         )
-        console.print("starting the service on this machine ...")
-        with app.running(config) as addresses:
+        console.print("starting the service on this machine, in some ten seconds")
+        with app.running(config, stopped=stopped) as addresses:
+            # From here on Ctrl-C interrupts the client, and the block stops the service.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             console.print(f"grpc {addresses.grpc}   http {addresses.http}")
             with RatoonClient(addresses.grpc) as client:
                 client.create_policy(POLICY_ID, preset=preset, seed=seed).result()
@@ -114,22 +121,22 @@ def _leg(
     most: int,
     wanted: float,
 ) -> list[StepT]:
-    """Run at most `most` steps, until the mean reward is `wanted`; show the last in a table."""
+    """Run at most `most` steps, until the mean reward is `wanted`; print a line of each."""
+    width = (_COLUMNS - len(name)) // len(columns)
     done: list[StepT] = []
-    rows: deque[list[str]] = deque(maxlen=12)
-    with Live(console=console, auto_refresh=False) as live:
-        for each in islice(steps, most):
-            done.append(each)
-            rows.append([str(len(done)), *(cell(each) for cell in columns.values())])
-            table = Table(name, *columns)
-            for column in table.columns:
-                column.justify = "right"
-            for row in rows:
-                table.add_row(*row)
-            live.update(table, refresh=True)
-            rewards = [step.reward for step in done[-WINDOW:]]
-            if len(rewards) == WINDOW and float(np.mean(rewards)) >= wanted:
-                break
+
+    def line(first: object, *rest: str) -> None:
+        console.print(
+            f"{first:>{len(name)}}" + "".join(f"{each:>{width}}" for each in rest), highlight=False
+        )
+
+    line(name, *columns)
+    for each in islice(steps, most):
+        done.append(each)
+        line(len(done), *(cell(each) for cell in columns.values()))
+        rewards = [step.reward for step in done[-WINDOW:]]
+        if len(rewards) == WINDOW and float(np.mean(rewards)) >= wanted:
+            break
     return done
 
 

@@ -275,7 +275,7 @@ class Lifecycle:
         if used >= limit:
             raise RatoonError(
                 ErrorCode.RESOURCE_EXHAUSTED,
-                f"this server has {used} policies of at most {limit}",
+                f"this server has {used} policies of at most {limit} (max_policies): delete one",
                 details={"resource": "policies", "wanted": "1", "free": "0"},
             )
         await self._check_disk(0)

@@ -13,6 +13,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ratoon.config import GIB
 from ratoon.errors import (
     RETRY_AFTER_DETAIL,
     ErrorCode,
@@ -228,9 +229,11 @@ def disk_refusal(folder: Path, wanted_bytes: int, min_free_bytes: int) -> Ratoon
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes - wanted_bytes >= min_free_bytes:
         return None
+    more = f"; {wanted_bytes:,} bytes more were wanted" if wanted_bytes else ""
     return exhausted(
-        f"the disk has {free_bytes} bytes free, of which {min_free_bytes} are kept for work that "
-        f"is accepted already; {wanted_bytes} were wanted",
+        f"the disk has {free_bytes / GIB:.2f} GiB free, of which "
+        f"limits.min_free_disk_bytes keeps {min_free_bytes / GIB:.2f} for work that is accepted "
+        f"already{more}: delete checkpoints or policies, or give it a larger disk",
         resource=_DISK,
         wanted=wanted_bytes,
         free=free_bytes - min_free_bytes,

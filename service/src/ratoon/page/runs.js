@@ -128,7 +128,9 @@ export function runsView() {
       found = (await policies(signal)).policies.sort((a, b) => (a.created_at < b.created_at ? 1 : -1));
       const ids = new Set(found.map((one) => one.spec.policy_id));
       for (const id of [...chosen.keys()]) if (!ids.has(id)) chosen.delete(id);
-      if (isFirst) for (const one of found.slice(0, NUM_FIRST)) choose(one.spec.policy_id, true);
+      // The newest, those that have been trained first.
+      const first = [...found].sort((a, b) => (b.version > 0) - (a.version > 0)).slice(0, NUM_FIRST);
+      if (isFirst) for (const one of first) choose(one.spec.policy_id, true);
       isFirst = false;
       compared.hidden = !found.length;
       const isNew = show();

@@ -161,7 +161,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except TransportError as error:
         _exit(f"no answer: {error}", NO_CONNECTION)
     except RatoonApiError as error:
-        where = f" (field {error.field})" if error.field else ""
+        is_named = not error.field or error.message.startswith(f"{error.field}:")
+        where = "" if is_named else f" (field {error.field})"
+        if error.code == "UNAUTHENTICATED":
+            where = f"; {KEY_VARIABLE} or --api-key-file gives ratoonctl one"
         _exit(f"{error}{where}", SERVICE_ERROR)
     except RatoonClientError as error:
         _exit(str(error), SERVICE_ERROR)

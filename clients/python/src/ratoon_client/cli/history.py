@@ -12,6 +12,7 @@ from dataclasses import fields
 from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
+from shutil import get_terminal_size
 from typing import Annotated, Any
 
 import typer
@@ -58,6 +59,8 @@ _SHOWN: Mapping[str, str] = {
     "length": "response_length_mean",
     "tokens/s": "tokens_per_second",
 }
+# Characters of a figure's column, at least.
+_FIGURE = 10
 # Seconds after which a target that failed is opened again, at first and at most.
 _PAUSE_S = 1.0
 _MOST_PAUSE_S = 30.0
@@ -75,7 +78,7 @@ def log(
         str,
         typer.Option(
             help="Figures of the report, as loss,reward_mean,seconds.forward. Default: all that"
-            " there are, and seven in a table.",
+            " there are, and in a table seven, or as many as the terminal has room for.",
             show_default=False,
         ),
     ] = "",
@@ -111,12 +114,12 @@ def log(
     if jsonl and as_csv:
         raise InvalidArgumentError("--csv", "beside --jsonl", "one form")
     is_jsonl = jsonl or settings_of(context).as_json
-    write = _json_line if is_jsonl else _csv_writer(chosen) if as_csv else _table_writer(chosen)
 
     # A table needs no more than it shows.
     asked = chosen or (() if targets or is_jsonl or as_csv else tuple(_SHOWN.values()))
     with until_stopped(), open_client(context) as client:
         policy = client.get_policy(policy_id)
+        write = _json_line if is_jsonl else _csv_writer(chosen) if as_csv else _table_writer(chosen)
         for kind, place in targets:
             opened = partial(kind, place, run_name(policy))
             _export(client, policy, opened, asked, write, is_following=follow)
@@ -201,10 +204,11 @@ def _csv_writer(chosen: Sequence[str]) -> Callable[[Step], None]:
 
 
 def _table_writer(chosen: Sequence[str]) -> Callable[[Step], None]:
-    columns = {name: name for name in chosen} or _SHOWN
-    widths = [max(10, len(title)) for title in columns]
+    head = f"{'seq':>7}  {'version':>7}  {'ended':<19}"
+    columns = {name: name for name in chosen} or dict(islice(_SHOWN.items(), _room(len(head))))
+    widths = [max(_FIGURE, len(title)) for title in columns]
     titles = (f"{title:>{width}}" for title, width in zip(columns, widths, strict=True))
-    typer.echo("  ".join([f"{'seq':>7}", f"{'version':>7}", f"{'ended':<19}", *titles]))
+    typer.echo("  ".join([head, *titles]))
 
     def write(step: Step) -> None:
         head = f"{step.seq:>7}  {step.version:>7}  "
@@ -223,6 +227,13 @@ def _table_writer(chosen: Sequence[str]) -> Callable[[Step], None]:
     return write
 
 
+def _room(head: int) -> int | None:
+    """How many figures a terminal has room for behind the head of a line; None: any number."""
+    if not sys.stdout.isatty():
+        return None
+    return max(1, (get_terminal_size().columns - head) // (_FIGURE + 2))
+
+
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
@@ -230,7 +241,7 @@ def _number(value: float | None) -> str:
 @operations.command("list")
 def list_operations(
     context: typer.Context,
-    policy: Annotated[str, typer.Option(help="Only this policy's.")] = "",
+    policy_id: Annotated[str, typer.Argument(help="Only this policy's. Default: all.")] = "",
     kind: Annotated[
         list[OperationKind] | None,
         typer.Option(help="Only operations of this kind; may be given again.", show_default=False),
@@ -245,7 +256,7 @@ def list_operations(
     """List operations, newest first."""
     with open_client(context) as client:
         listed = client.operations(
-            policy or None, kinds=kind or (), states=state or (), seq=seq or None
+            policy_id or None, kinds=kind or (), states=state or (), seq=seq or None
         )
         found = list(islice(listed, limit))
     columns = ("operation", "policy", "kind", "seq", "state", "version", "created", "s", "note")

@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from ratoon_client.cli.context import Seq, open_client, show, show_rows
 from ratoon_client.cli.options import MessageOptions, takes
+from ratoon_client.errors import InvalidArgumentError
 from ratoon_client.values import Checkpoint, PolicyOptions
 from ratoon_proto.types import Policy, PolicySpec
 from ratoon_proto.v1 import policy_pb2
@@ -63,6 +64,8 @@ def create(
     unless it is given.
     """
     given = POLICY.given(options)
+    if send_folder is None and not given.keys() & {"preset", "model_folder"}:
+        raise InvalidArgumentError("model", "none", "--preset, --model-folder or --send-folder")
     if "rank" in given.get("lora", {}):
         given["lora"].setdefault("alpha", 2.0 * given["lora"]["rank"])
     spec = POLICY.value(PolicySpec, {"policy_id": policy_id, **given})

@@ -35,6 +35,8 @@ _CURVE_POINTS = 40
 _MOST_SHOWN = 20
 _CURVE = "▁▂▃▄▅▆▇█"
 _FIGURES = ("reward_mean", "loss", "sampler_kl", "tokens_per_second")
+# Columns that a narrow terminal lacks, in the order in which they go.
+_FIRST_TO_GO = ("loss", "sampler kl", "tokens/s", "version", "last warning", "", "age", "step")
 _COLUMNS = ("policy", "state", "version", "step", "reward", "age", "last warning")
 
 
@@ -67,6 +69,8 @@ def runs(context: typer.Context) -> None:
     """List the policies with their latest step: one line each."""
     with open_client(context) as client:
         found = read_runs(client)
+    if not found:
+        typer.echo("no policy yet: `ratoonctl policies create NAME --preset tiny`", err=True)
     now = time.time()
     show_rows(context, found, _COLUMNS, (_row(run, now) for run in found))
 
@@ -86,7 +90,8 @@ def top(
         Live(console=Console(), auto_refresh=False, screen=True) as live,
     ):
         while True:
-            live.update(_screen(client, settings_of(context).url), refresh=True)
+            screen = _screen(client, settings_of(context).url, live.console.width)
+            live.update(screen, refresh=True)
             time.sleep(every_s)
 
 
@@ -159,7 +164,7 @@ def curve(values: Sequence[float]) -> str:
     return "".join(_CURVE[round((value - low) / span * steps)] for value in values)
 
 
-def _screen(client: RatoonClient, url: str) -> Group:
+def _screen(client: RatoonClient, url: str, width: int) -> Group:
     """Everything that `top` shows; an answer that does not come is said in its place."""
     title = Text(f"{url}   {time.strftime('%H:%M:%S')}   Ctrl-C ends", style="dim")
     try:
@@ -168,15 +173,29 @@ def _screen(client: RatoonClient, url: str) -> Group:
     except (TransportError, RatoonApiError) as error:
         return Group(title, Text(printable(str(error)), style="red"))
     now = time.time()
-    lines = Table(*_COLUMNS[:5], "", "loss", "sampler kl", "tokens/s", *_COLUMNS[5:], box=None)
+    names = (*_COLUMNS[:5], "", "loss", "sampler kl", "tokens/s", *_COLUMNS[5:])
+    rows: list[tuple[object, ...]] = []
     for run in found:
         head, tail = _row(run, now)[:5], _row(run, now)[5:]
-        shown = [run.figures.get(name) for name in _FIGURES[1:]]
-        lines.add_row(*map(text_of, (*head, curve(run.rewards), *shown, *tail)))
-    work = Table("operation", "policy", "seq", "", box=None)
-    for each in busy:
-        work.add_row(*map(text_of, (each.operation_id, each.policy_id, each.seq, _doing(each))))
-    return Group(title, lines, Text(), work)
+        rows.append((*head, curve(run.rewards), *map(run.figures.get, _FIGURES[1:]), *tail))
+    work_rows = [(each.operation_id, each.policy_id, each.seq, _doing(each)) for each in busy]
+    work = _table(("operation", "policy", "seq", ""), work_rows, width, ("operation",))
+    return Group(title, _table(names, rows, width, _FIRST_TO_GO), Text(), work)
+
+
+def _table(
+    names: Sequence[str], rows: Sequence[Sequence[object]], width: int, gives_up: Sequence[str]
+) -> Table:
+    """A table whose cells are whole: columns of `gives_up` are left out until the rest fits."""
+    cells = {name: [text_of(row[place]) for row in rows] for place, name in enumerate(names)}
+    for name in gives_up:
+        if sum(max(map(len, (title, *column))) + 2 for title, column in cells.items()) <= width:
+            break
+        del cells[name]
+    table = Table(*cells, box=None)
+    for row in zip(*cells.values(), strict=True):
+        table.add_row(*row)
+    return table
 
 
 def _doing(operation: Operation) -> str:

@@ -42,9 +42,7 @@ def update(
     policy_id: str,
     file: Annotated[
         Path,
-        typer.Argument(
-            help="Groups as JSON lines, one group per line.", exists=True, dir_okay=False
-        ),
+        typer.Argument(help="Groups as JSON lines, one a line.", exists=True, dir_okay=False),
     ],
     byte_tokens: Annotated[
         bool, typer.Option("--byte-tokens", help="Read texts of the file as one token per byte.")
@@ -54,6 +52,9 @@ def update(
     **options: Any,
 ) -> None:
     """Update a policy once, on the groups of a file.
+
+    A line of the file: {"group_id": "a", "prompt": [1, 2], "rollouts": [{"response": [3],
+    "sampler_logprobs": [-0.5], "reward": 1.0}]}, with the arguments of rollout() by name.
 
     The command takes the policy's next seq. Unless the policy has sequencing "server", a session
     that trains it meanwhile then gets KEY_REUSED until its resync().

@@ -51,7 +51,11 @@ def list_versions(context: typer.Context, policy_id: str) -> None:
     columns = ("version", "bytes", "delta bytes", "published", "held", "names")
     versions = [
         (
-            *(each.version, each.size_bytes, each.delta_bytes, each.published_at, each.is_held),
+            each.version,
+            each.size_bytes,
+            each.delta_bytes or None,
+            each.published_at,
+            "yes" if each.is_held else None,
             ", ".join(named.name for named in each.names) or None,
         )
         for each in reversed(found.versions)
@@ -220,6 +224,10 @@ def follow(
         str, typer.Option(help="For nccl: a GPU that the engine does not use.")
     ] = "cuda:0",
     sglang: Annotated[str, typer.Option(help="URL of the server to load versions into.")] = "",
+    receiver_id: Annotated[
+        str | None,
+        typer.Option(help="Its name in the service. Default: of this host and folder."),
+    ] = None,
     weights_root: WeightsRoot = None,
 ) -> None:
     """Load each version as it is published, until SIGINT or SIGTERM; print a line for each."""
@@ -241,7 +249,9 @@ def follow(
         adapter = _adapter(stack, vllm, vllm_adapter, sglang)
         config = ClientConfig(weights_root=weights_root)
         client = stack.enter_context(open_client(context, config))
-        client.weight_receiver(policy_id, root, adapter, on_event=on_event).follow()
+        client.weight_receiver(
+            policy_id, root, adapter, receiver_id=receiver_id, on_event=on_event
+        ).follow()
 
 
 def _adapter(

@@ -27,7 +27,7 @@ from ratoon.api.answers import internal_error
 from ratoon.api.contract import body_bound, check_size, rpc_at
 from ratoon.api.convert.checks import policy_of_operation
 from ratoon.api.gate import ANSWERED, NO_ANSWER, AuthorizedCall, Gate
-from ratoon.api.http.errors import error_response
+from ratoon.api.http.errors import TINKER_PREFIX, error_response
 from ratoon.api.service import PolicyService
 from ratoon.auth.access import CALL_SCOPES, Presented
 from ratoon.config import LimitsConfig, is_loopback
@@ -47,8 +47,6 @@ _CALLS: Mapping[str, str] = MappingProxyType(
         "redoc_html": "api_document",
     }
 )
-# Begins the paths of the Tinker wire.
-TINKER_PREFIX = "/api/v1"
 _AUTHORIZED = "ratoon_authorized"
 # Labels of requests that match no route, and of those whose caller left before there was an answer.
 UNKNOWN = "unknown"

@@ -23,6 +23,8 @@ _STATUS_CODES = {
     404: ErrorCode.ROUTE_NOT_FOUND,
     405: ErrorCode.METHOD_NOT_ALLOWED,
 }
+# Begins the paths of the Tinker wire.
+TINKER_PREFIX = "/api/v1"
 _ERROR_BODY = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
 # Errors that any route may answer.
 _COMMON = (
@@ -111,9 +113,10 @@ async def _answer_http(request: Request, error: HTTPException) -> JSONResponse:
     if isinstance(cause, RatoonError):
         return error_response(cause)
     code = _STATUS_CODES.get(error.status_code, ErrorCode.INTERNAL)
-    refusal = RatoonError(
-        code, f"{request.method} {shown(request.url.path)}: {error.detail}", got=request.method
-    )
+    text = f"{request.method} {shown(request.url.path)}: {error.detail}"
+    if code is ErrorCode.ROUTE_NOT_FOUND and request.url.path.startswith(f"{TINKER_PREFIX}/"):
+        text += "; the Tinker wire is served with the setting tinker.enabled (docs/tinker.md)"
+    refusal = RatoonError(code, text, got=request.method)
     return error_response(refusal, dict(error.headers or {}))
 
 

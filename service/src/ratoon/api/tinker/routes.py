@@ -18,8 +18,8 @@ from starlette.routing import Route
 
 from ratoon.api.counts import MalformedError, MessageCounter, check_json
 from ratoon.api.gate import Gate
-from ratoon.api.http.access import TINKER_PREFIX, authorized_of
-from ratoon.api.http.errors import validation_error
+from ratoon.api.http.access import authorized_of
+from ratoon.api.http.errors import TINKER_PREFIX, validation_error
 from ratoon.api.http.routes import while_connected
 from ratoon.api.service import PolicyService
 from ratoon.api.tinker import bodies

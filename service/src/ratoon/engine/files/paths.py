@@ -41,7 +41,10 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 # Folder below the data root. The rest of a folder that is being removed has a temporary name there.
 POLICIES = "policies"
 _NAME = re.compile(r"[a-zA-Z0-9_-][a-zA-Z0-9._-]{0,127}")
-_EXPECTED = "a model folder below the server's models root, given relative to it"
+_EXPECTED = (
+    "a model folder below the server's models root, given relative to it (`ratoon doctor` lists"
+    " them there)"
+)
 _MAX_LENGTH = 1024
 
 

@@ -235,7 +235,8 @@ def _opened(folder: Path, seq: int) -> Generator[BinaryIO]:
         with (folder / str(seq)).open("rb") as file:
             yield file
     except FileNotFoundError as err:
-        raise _not_found(f"no rollouts of seq {seq} are kept", "seq", str(seq), kept) from err
+        text = f"no rollouts of seq {seq} are kept: the policy's keep_rollouts says which would be"
+        raise _not_found(text, "seq", str(seq), kept) from err
     except (DamagedFileError, struct.error) as err:
         text = f"the rollouts of seq {seq} are damaged"
         raise _not_found(text, "seq", str(seq), kept) from err

@@ -156,9 +156,11 @@ def _length_warnings(batch: RolloutBatch) -> list[StepWarning]:
     lengths_S, num = np.diff(batch.response_offsets), batch.num_sequences
     cut = worst_first(lengths_S, batch.truncated)
     if num >= _LEAST_ROLLOUTS and len(cut) > _MAX_TRUNCATED * num:
+        low, high = lengths_S[cut].min(), lengths_S[cut].max()
+        at = f"{high}" if low == high else f"{low} to {high}"
         text = (
-            f"{len(cut)} of {num} rollouts are truncated, at {lengths_S[cut].min()} to "
-            f"{lengths_S[cut].max()} response tokens: their rewards are of answers without an end"
+            f"{len(cut)} of {num} rollouts are truncated, at {at} response tokens: their rewards"
+            " are of answers without an end"
         )
         return [warn(WarningKind.TRUNCATED_MOST, text, offenders(batch, cut, value_S=lengths_S))]
     longest = int(lengths_S.max())
