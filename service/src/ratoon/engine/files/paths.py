@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 from ratoon.engine.commands import SentBody
 from ratoon.errors import ErrorCode, RatoonError, invalid, shown
 from ratoon.model.folder import ModelFolder
+from ratoon.rollout.serial import BatchBytes, buffers_of
 from ratoon.stream.files import (
     find_leftovers,
     fsync_folder,
@@ -203,7 +204,7 @@ class BodyFiles:
         # Serialises writes and deletions, so that no file is deleted under a new holder.
         self._lock = asyncio.Lock()
 
-    async def hold(self, holder: str, digest: str, body: bytes | memoryview | SentBody) -> None:
+    async def hold(self, holder: str, digest: str, body: bytes | BatchBytes | SentBody) -> None:
         """Hold a body, writing its file if it is missing."""
         async with self._lock:
             path = self._paths.body(digest)
@@ -285,11 +286,11 @@ class BodyFiles:
         await asyncio.to_thread(_unlink_same, self._paths.bodies / digest, known)
 
 
-def _write_body(path: Path, body: bytes | memoryview | SentBody) -> _FileId | None:
+def _write_body(path: Path, body: bytes | BatchBytes | SentBody) -> _FileId | None:
     if isinstance(body, SentBody):
         keep_file(path.with_name(body.name), path)
     else:
-        write_atomic(path, body)
+        write_atomic(path, *buffers_of(body))
     return _file_id(path)
 
 
