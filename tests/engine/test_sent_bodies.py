@@ -50,7 +50,7 @@ class Edge:
                 policy_id="p",
                 key=SeqKey(seq=seq),
                 command=command or update(number),
-                body=memoryview(number_body(number)),
+                body=number_body(number),
             )
         )
 
@@ -103,11 +103,11 @@ async def test_a_body_that_cannot_be_written_goes_with_its_call(
 ) -> None:
     """The engine says why, and a retry of what it has already needs no room."""
 
-    def full(path: Path, _data: bytes) -> int:
+    def full(path: Path, *_buffers: bytes | memoryview) -> None:
         path.touch()
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(module, "write_synced", full)
     operation = await edge.update(1, 3.0)
     assert edge.received[0].body == number_body(3.0)
     assert edge.machine.bodies == {digest_of(3.0)}

@@ -135,7 +135,8 @@ def _codec() -> Callable[[random.Random], None]:
 def judge(request: service_pb2.UpdateRequest) -> None:
     """All that is done to a batch before it takes a seq, and its body read back."""
     submission = submissions.with_batch(request, _POLICY, request.batch.groups, LIMITS)
-    assert batch_to_bytes(batch_from_bytes(submission.body)) == submission.body
+    body = bytes(submission.body)
+    assert batch_to_bytes(batch_from_bytes(body)) == body
 
 
 def _batch() -> Callable[[random.Random], None]:

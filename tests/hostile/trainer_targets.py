@@ -29,7 +29,7 @@ from ratoon.engine.worker.runner import TaskRunner
 from ratoon.engine.worker.tasks import NO_FORWARD, Choices, Task, TeacherAnswer
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.rollout.questions import asked_batch, questions
-from ratoon.rollout.serial import batch_from_bytes, batch_to_bytes
+from ratoon.rollout.serial import batch_digest, batch_from_bytes, batch_to_bytes
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import LossConfig, PolicyState, ReferencePolicy, StepResult
@@ -103,9 +103,11 @@ class SmallPolicy:
             self.trainer.version = 0
 
     def run(self, submission: Submission, runner: TaskRunner | None = None) -> OperationResult:
+        if submission.body:
+            submission = submission.named(batch_digest(submission.body))
         runner, command = runner or self._runner, submission.command
         body = self.paths.bodies / (command.body_digest or "none")
-        body.write_bytes(submission.body)
+        body.write_bytes(bytes(submission.body))
         loss = getattr(command, "loss", None)
         old = getattr(loss, "old_logprobs", None)
         names_forward = old is not None and old.forward_operation_id == corpus.FORWARD
@@ -133,7 +135,7 @@ class SmallPolicy:
         self, submission: Submission, loss: LossConfig, runner: TaskRunner
     ) -> tuple[TeacherAnswer, ...]:
         """What the policy itself says, whichever teachers are named."""
-        batch = batch_from_bytes(submission.body)
+        batch = batch_from_bytes(bytes(submission.body))
         answers: list[TeacherAnswer] = []
         for question in questions(loss, batch):
             asked = batch_to_bytes(asked_batch(batch, question.asked_G))

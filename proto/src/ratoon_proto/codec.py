@@ -65,7 +65,8 @@ def encode_array(array: NDArray[np.generic]) -> Tensor:
 
 def decode_tensor(tensor: Tensor, *, max_bytes: int) -> NDArray[np.generic]:
     """The array of a message; see `decode_bytes`."""
-    return decode_bytes(tensor.dtype, tensor.shape, tensor.data, max_bytes=max_bytes)
+    # The message makes another object at each look at the field.
+    return decode_bytes(tensor.dtype, tuple(tensor.shape), tensor.data, max_bytes=max_bytes)
 
 
 def decode_bytes(

@@ -1,7 +1,8 @@
 """Sequenced requests to submissions: all validation before an operation takes a seq.
 
 Pure and without I/O, as it runs in a thread. The result depends on the arguments alone, so a batch
-has the same body, digest and payload hash on every wire.
+has the same body and payload hash on every wire. Who sends a body names it by its digest: it is
+hashed while it is written (`engine.client`).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.questions import asked_tokens, check_teachers
 from ratoon.rollout.routes import RouteSizes
-from ratoon.rollout.serial import batch_digest, batch_to_bytes
+from ratoon.rollout.serial import BatchBytes
 from ratoon.rollout.teacher import MAX_TEACHER_TOKENS
 from ratoon.rollout.validate import BatchLimits, validate_groups
 from ratoon.train.loss.resolve import resolve_loss
@@ -105,13 +106,16 @@ def with_batch(
     if not isinstance(request, service_pb2.ForwardRequest):
         action = read_enum(request, "on_bad_rollout", BadRolloutAction, "on_bad_rollout")
     batch = _batch(groups, policy, limits, action)
-    body = batch_to_bytes(batch)
-    command = _batch_command(request, policy, batch, batch_digest(body), action)
+    command = _batch_command(request, policy, batch, action)
     num_tokens = unshared_tokens(batch)
     if isinstance(command, UpdateCommand | ForwardBackwardCommand):
         num_tokens += asked_tokens(command.loss, batch)
     return Submission(
-        policy_id=request.policy_id, key=key, command=command, body=body, num_tokens=num_tokens
+        policy_id=request.policy_id,
+        key=key,
+        command=command,
+        body=BatchBytes(batch),
+        num_tokens=num_tokens,
     )
 
 
@@ -119,7 +123,6 @@ def _batch_command(
     request: BatchRequest,
     policy: Policy,
     batch: RolloutBatch,
-    digest: str,
     action: BadRolloutAction,
 ) -> Command:
     version = _expected_version(request)
@@ -132,7 +135,7 @@ def _batch_command(
             with_entropy=request.with_entropy,
             use_reference=request.use_reference,
             expected_version=version,
-            body_digest=digest,
+            body_digest="",
             num_teacher_tokens=request.num_teacher_tokens,
             with_teacher_logprobs=request.with_teacher_logprobs,
         )
@@ -152,7 +155,7 @@ def _batch_command(
         return ForwardBackwardCommand(
             loss=loss,
             expected_version=version,
-            body_digest=digest,
+            body_digest="",
             with_logprobs=logprobs_of if request.with_logprobs else None,
             with_entropy=request.with_entropy,
             on_bad_rollout=action,
@@ -163,7 +166,7 @@ def _batch_command(
         loss=loss,
         optim=optim,
         expected_version=version,
-        body_digest=digest,
+        body_digest="",
         on_bad_rollout=action,
     )
 

@@ -24,7 +24,8 @@ from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.log import get_logger
 from ratoon.method_call import MethodCall, MethodNames
 from ratoon.metrics import Change
-from ratoon.stream.files import temporary_name
+from ratoon.rollout.serial import BatchBytes, batch_digest, buffers_of
+from ratoon.stream.files import temporary_name, write_synced
 from ratoon.stream.manifest import WeightManifest
 from ratoon.stream.versions import find_named, open_chunk
 from ratoon_proto.types import WeightFile
@@ -79,15 +80,21 @@ class EngineClient:
         return self._settings.paths(policy_id)
 
     async def submit(self, submission: Submission) -> Operation:
-        """See `Engine.submit`. A large body goes ahead as a file."""
+        """See `Engine.submit`. Names the body by its digest; a large one goes ahead as a file."""
         self._reach(CrashPoint.INGRESS_BEFORE_SUBMIT)
-        file = None
-        if len(submission.body) > _SMALL_BYTES:
-            file = await asyncio.to_thread(self._written, submission)
+        body, file = submission.body, None
+        if len(body) > _SMALL_BYTES:
+            digest, file = await asyncio.gather(
+                asyncio.to_thread(batch_digest, body),
+                asyncio.to_thread(self._written, submission.policy_id, body),
+            )
+            submission = submission.named(digest)
+        elif body:
+            submission = submission.named(batch_digest(body))
         if file is None:
-            submission = replace(submission, body=bytes(submission.body))
+            submission = replace(submission, body=bytes(body))
         else:
-            sent = SentBody(name=file.name, num_bytes=len(submission.body))
+            sent = SentBody(name=file.name, num_bytes=len(body))
             submission = replace(submission, body=b"", sent=sent)
         try:
             operation = await self.call(Engine.submit, submission)
@@ -97,12 +104,14 @@ class EngineClient:
         self._reach(CrashPoint.INGRESS_AFTER_SUBMIT)
         return operation
 
-    def _written(self, submission: Submission) -> Path | None:
-        """Write a body beside the policy's others. None: the engine finds out why it cannot be."""
-        paths = self.paths(submission.policy_id)
-        file = temporary_name(paths.body(submission.command.body_digest))
+    def _written(self, policy_id: str, body: bytes | BatchBytes) -> Path | None:
+        """Write a body beside the policy's others. None: the engine finds out why it cannot be.
+
+        The engine syncs the file itself, in no time once its bytes are on the disk.
+        """
+        file = temporary_name(self.paths(policy_id).bodies / "sent")
         try:
-            file.write_bytes(submission.body)
+            write_synced(file, *buffers_of(body))
         except OSError:
             with suppress(OSError):
                 file.unlink(missing_ok=True)

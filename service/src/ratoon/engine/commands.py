@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from ratoon.errors import ErrorCode, RatoonError, invalid, shown
@@ -28,6 +28,7 @@ from ratoon_proto.types import (
 if TYPE_CHECKING:
     # Workers have no settings: they import no pydantic.
     from ratoon.config import KeyLimits
+    from ratoon.rollout.serial import BatchBytes
 
 REQUEST_ID = re.compile(r"[a-zA-Z0-9._:-]{1,128}")
 
@@ -373,8 +374,9 @@ class SentBody:
 class Submission:
     """One sequenced call, validated: what the controller accepts, journals and hashes.
 
-    `body` is b"" for commands without a batch, and where it was sent ahead (`sent`). The payload
-    hash covers command and body, not the key. `num_tokens` counts prompt and response of each
+    `body` is b"" for commands without a batch, and where it was sent ahead (`sent`). The command
+    has its digest from who sends it (`named`). The payload hash covers command and body, not the
+    key. `num_tokens` counts prompt and response of each
     rollout alone, and again for each teacher that is asked about it. `is_awaited`: an operation
     that was accepted waits for it, so that it bypasses the bounds of queues. `policy_created_at`:
     of the policy that validated it, in seconds since the epoch; None: whichever has the id now.
@@ -383,7 +385,7 @@ class Submission:
     policy_id: str
     key: OperationKey
     command: Command
-    body: bytes | memoryview
+    body: bytes | BatchBytes
     num_tokens: int = 0
     holder: Holder = NOBODY
     is_awaited: bool = False
@@ -393,3 +395,7 @@ class Submission:
     @property
     def body_bytes(self) -> int:
         return len(self.body) if self.sent is None else self.sent.num_bytes
+
+    def named(self, digest: str) -> Submission:
+        """The submission, whose command names its body by the body's digest."""
+        return replace(self, command=replace(self.command, body_digest=digest))

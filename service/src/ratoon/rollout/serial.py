@@ -109,28 +109,44 @@ _TOGETHER: Mapping[str, frozenset[str]] = {
 _Form = tuple[str, tuple[int, ...]]
 
 
-def batch_to_bytes(batch: RolloutBatch) -> memoryview:
-    """The canonical bytes of `batch`, read-only."""
-    arrays: dict[str, NDArray[Any]] = {
-        name: np.ascontiguousarray(value, value.dtype if name in _DTYPES else dtype)
-        for name, (dtype, _) in ARRAYS.items()
-        if (value := getattr(batch, name)) is not None
-    }
-    forms = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
-    header = _encode_header(batch.group_ids, forms, batch.sent_ids)
-    head = _PREFIX.pack(_MAGIC, _VERSION, len(header)) + header
-    starts: list[int] = []
-    size = len(head)
-    for array in arrays.values():
-        starts.append(size + -size % _ALIGNMENT)
-        size = starts[-1] + array.nbytes
-    # numpy's memory is in huge pages: joined bytes of this size take four times as long.
-    data = np.zeros(size + _DIGEST_BYTES, np.uint8)
-    data[: len(head)] = np.frombuffer(head, np.uint8)
-    for start, array in zip(starts, arrays.values(), strict=True):
-        data[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-    data[size:] = np.frombuffer(xxhash.xxh3_128_digest(data[:size].data), np.uint8)
-    return data.data.toreadonly()
+class BatchBytes:
+    """The canonical bytes of a batch as the buffers that they lie in, most of them its own arrays.
+
+    `len` is the number of bytes; `bytes` joins the buffers.
+    """
+
+    def __init__(self, batch: RolloutBatch) -> None:
+        arrays: dict[str, NDArray[Any]] = {
+            name: np.ascontiguousarray(value, value.dtype if name in _DTYPES else dtype)
+            for name, (dtype, _) in ARRAYS.items()
+            if (value := getattr(batch, name)) is not None
+        }
+        forms = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
+        header = _encode_header(batch.group_ids, forms, batch.sent_ids)
+        self.buffers: list[bytes | memoryview] = [
+            _PREFIX.pack(_MAGIC, _VERSION, len(header)) + header
+        ]
+        self._size = len(self.buffers[0])
+        for array in arrays.values():
+            padding = bytes(-self._size % _ALIGNMENT)
+            self.buffers += padding, array.reshape(-1).view(np.uint8).data
+            self._size += len(padding) + array.nbytes
+        checksum = xxhash.xxh3_128()
+        for buffer in self.buffers:
+            checksum.update(buffer)
+        self.buffers.append(checksum.digest())
+        self._size += _DIGEST_BYTES
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self.buffers)
+
+
+def batch_to_bytes(batch: RolloutBatch) -> bytes:
+    """The canonical bytes of `batch`."""
+    return bytes(BatchBytes(batch))
 
 
 def batch_from_bytes(data: bytes | memoryview) -> RolloutBatch:
@@ -153,9 +169,17 @@ def batch_from_bytes(data: bytes | memoryview) -> RolloutBatch:
     return RolloutBatch(**ids, **arrays, **cast("Any", absent))
 
 
-def batch_digest(data: bytes | memoryview) -> str:
+def buffers_of(body: bytes | BatchBytes) -> Sequence[bytes | memoryview]:
+    """The buffers whose bytes, one after the other, are those of `body`."""
+    return body.buffers if isinstance(body, BatchBytes) else (body,)
+
+
+def batch_digest(body: bytes | BatchBytes) -> str:
     """SHA-256 of the bytes of a batch, hexadecimal: the name of its body."""
-    return hashlib.sha256(data).hexdigest()
+    digest = hashlib.sha256()
+    for buffer in buffers_of(body):
+        digest.update(buffer)
+    return digest.hexdigest()
 
 
 def _malformed(got: str, expected: str) -> RatoonError:

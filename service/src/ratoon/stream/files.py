@@ -68,14 +68,19 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
     fsync_folder(folder.parent)
 
 
-def write_atomic(path: Path, data: bytes | memoryview) -> None:
-    """Write `data` to `path`, replacing it atomically: readers see all of the old or the new."""
+def write_synced(path: Path, *buffers: bytes | memoryview) -> None:
+    """Create a file of what `buffers` hold, one after the other, and sync its content to disk."""
+    with path.open("xb") as file:
+        file.writelines(buffers)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_atomic(path: Path, *buffers: bytes | memoryview) -> None:
+    """Write `buffers` to `path`, replacing it atomically: readers see all of the old or the new."""
     temporary = temporary_name(path)
     try:
-        with temporary.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        write_synced(temporary, *buffers)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -63,47 +63,48 @@ def raw_groups(messages: Iterable[wire.RolloutGroup], *, max_tokens: int) -> lis
 
 
 def _rollout(field: str, message: wire.Rollout, max_bytes: int) -> RawRollout:
+    # What is present, by one call: most rollouts have a few of the fields.
+    given: dict[str, Any] = {one.name: value for one, value in message.ListFields()}
     arrays = {
-        name: _array(f"{field}.{name}", getattr(message, name), kind, max_bytes)
+        name: _array(f"{field}.{name}", given[name], kind, max_bytes) if name in given else None
         for name, kind in _ARRAYS.items()
-        if message.HasField(name)
     }
-    has_version = message.HasField("policy_version")
+    version = given.get("policy_version")
     return RawRollout(
-        segments=_segments(field, message, max_bytes),
-        **{name: arrays.get(name) for name in _ARRAYS},
-        reward=message.reward if message.HasField("reward") else None,
-        temperature=message.temperature if message.HasField("temperature") else 1.0,
+        segments=_segments(field, given, max_bytes),
+        **arrays,
+        reward=given.get("reward"),
+        temperature=given.get("temperature", 1.0),
         sampler_logprobs_kind=read_enum(
             message, "sampler_logprobs_kind", SamplerLogprobsKind, f"{field}.sampler_logprobs_kind"
         ),
-        top_p=message.top_p if message.HasField("top_p") else None,
-        top_k=message.top_k if message.HasField("top_k") else None,
+        top_p=given.get("top_p"),
+        top_k=given.get("top_k"),
         policy_version=(
-            at_least(f"{field}.policy_version", message.policy_version, 0) if has_version else None
+            None if version is None else at_least(f"{field}.policy_version", version, 0)
         ),
         truncated=message.truncated,
-        routed_experts=_sent(f"{field}.routed_experts", message, "routed_experts"),
+        routed_experts=_sent(f"{field}.routed_experts", given.get("routed_experts")),
         routed_experts_start=message.routed_experts_start,
-        sampling_mask=_sampling_mask(f"{field}.sampling_mask", message, max_bytes),
-        teacher_tokens=_sent(f"{field}.teacher_tokens", message, "teacher_tokens"),
-        teacher_logprobs=_sent(f"{field}.teacher_logprobs", message, "teacher_logprobs"),
-        version_spans=tuple((span.first_token, span.version) for span in message.version_spans),
+        sampling_mask=_sampling_mask(field, given.get("sampling_mask"), max_bytes),
+        teacher_tokens=_sent(f"{field}.teacher_tokens", given.get("teacher_tokens")),
+        teacher_logprobs=_sent(f"{field}.teacher_logprobs", given.get("teacher_logprobs")),
+        version_spans=tuple(
+            (span.first_token, span.version) for span in given.get("version_spans", ())
+        ),
     )
 
 
-def _segments(field: str, message: wire.Rollout, max_bytes: int) -> tuple[RawSegment, ...]:
-    match message.WhichOneof("content"):
-        case "response":
-            tokens = _tokens(f"{field}.response", message.response, max_bytes)
-            return (RawSegment(tokens=tokens, trained=True),)
-        case "segments":
-            return tuple(
-                _segment(f"{field}.segments[{index}]", segment, max_bytes)
-                for index, segment in enumerate(message.segments.segments)
-            )
-        case None:
-            raise required(f"{field}.response", "response or segments")
+def _segments(field: str, given: Mapping[str, Any], max_bytes: int) -> tuple[RawSegment, ...]:
+    if "response" in given:
+        tokens = _tokens(f"{field}.response", given["response"], max_bytes)
+        return (RawSegment(tokens=tokens, trained=True),)
+    if "segments" in given:
+        return tuple(
+            _segment(f"{field}.segments[{index}]", segment, max_bytes)
+            for index, segment in enumerate(given["segments"].segments)
+        )
+    raise required(f"{field}.response", "response or segments")
 
 
 def _segment(field: str, message: wire.Segment, max_bytes: int) -> RawSegment:
@@ -120,18 +121,17 @@ def _tokens(field: str, tensor: Tensor, max_bytes: int) -> NDArray[np.integer]:
     return cast("NDArray[np.integer]", _array(field, tensor, "tokens", max_bytes))
 
 
-def _sent(field: str, message: wire.Rollout, name: Any) -> NDArray[Any] | None:
+def _sent(field: str, tensor: Tensor | None) -> NDArray[Any] | None:
     """A tensor as it was sent: the bytes are of the message, which is bounded itself."""
-    if not message.HasField(name):
-        return None
-    tensor: Tensor = getattr(message, name)
-    return _decoded(field, tensor, len(tensor.data))
+    return None if tensor is None else _decoded(field, tensor, len(tensor.data))
 
 
-def _sampling_mask(field: str, message: wire.Rollout, max_bytes: int) -> RawSamplingMask | None:
-    if not message.HasField("sampling_mask"):
+def _sampling_mask(
+    rollout: str, mask: wire.SamplingMask | None, max_bytes: int
+) -> RawSamplingMask | None:
+    if mask is None:
         return None
-    mask = message.sampling_mask
+    field = f"{rollout}.sampling_mask"
     arrays: dict[str, Any] = {}
     for name in ("token_ids", "lengths"):
         if not mask.HasField(name):

@@ -19,6 +19,7 @@ from ratoon.engine.commands import SentBody
 from ratoon.engine.files.paths import BodyFiles, PolicyPaths
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.log import get_logger
+from ratoon.rollout.serial import BatchBytes
 from ratoon.stream.files import write_atomic
 
 if TYPE_CHECKING:
@@ -252,7 +253,7 @@ class ArchivedBodyFiles(BodyFiles):
         self._archive = archive
         self._archived: set[str] = set()
 
-    async def hold(self, holder: str, digest: str, body: bytes | memoryview | SentBody) -> None:
+    async def hold(self, holder: str, digest: str, body: bytes | BatchBytes | SentBody) -> None:
         await super().hold(holder, digest, body)
         if digest in self._archived:
             return

@@ -23,6 +23,7 @@ from ratoon.engine.commands import SentBody
 from ratoon.errors import ErrorCode, RatoonError, invalid, shown
 from ratoon.log import get_logger
 from ratoon.model.folder import ModelFolder
+from ratoon.rollout.serial import BatchBytes, buffers_of
 from ratoon.stream.files import (
     DamagedFileError,
     find_leftovers,
@@ -214,7 +215,7 @@ class BodyFiles:
         # Serialises writes and deletions, so that no file is deleted under a new holder.
         self._lock = asyncio.Lock()
 
-    async def hold(self, holder: str, digest: str, body: bytes | memoryview | SentBody) -> None:
+    async def hold(self, holder: str, digest: str, body: bytes | BatchBytes | SentBody) -> None:
         """Hold a body, writing its file if it is missing."""
         async with self._lock:
             path = self._paths.body(digest)
@@ -296,11 +297,11 @@ class BodyFiles:
         await asyncio.to_thread(_unlink_same, self._paths.bodies / digest, known)
 
 
-def _write_body(path: Path, body: bytes | memoryview | SentBody) -> _FileId | None:
+def _write_body(path: Path, body: bytes | BatchBytes | SentBody) -> _FileId | None:
     if isinstance(body, SentBody):
         keep_file(path.with_name(body.name), path)
     else:
-        write_atomic(path, body)
+        write_atomic(path, *buffers_of(body))
     return _file_id(path)
 
 

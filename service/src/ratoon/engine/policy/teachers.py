@@ -43,7 +43,7 @@ from ratoon.model.tokenizer import token_conflict
 from ratoon.rollout.batch import RolloutBatch, group_of_sequence, sent_field, sequence_lengths
 from ratoon.rollout.questions import Question, asked_batch, questions
 from ratoon.rollout.raw import first_true
-from ratoon.rollout.serial import batch_digest, batch_from_bytes, batch_to_bytes
+from ratoon.rollout.serial import BatchBytes, batch_digest, batch_from_bytes
 from ratoon_proto.types import LossConfig, PolicyState
 
 _LOG = get_logger("teachers")
@@ -80,7 +80,7 @@ class Teachers:
 
     def _sent_batch(self, submission: Submission) -> RolloutBatch:
         if submission.sent is None:
-            return batch_from_bytes(submission.body)
+            return batch_from_bytes(bytes(submission.body))
         try:
             body = (self._run.paths.bodies / submission.sent.name).read_bytes()
         except FileNotFoundError as err:
@@ -155,7 +155,7 @@ class Teachers:
         What may pass is waited for. A Forward that fails is run `MAX_LOSSES` times at most: it may
         be what its teacher's workers are lost to.
         """
-        body = await asyncio.to_thread(lambda: batch_to_bytes(asked_batch(batch, question.asked_G)))
+        body = await asyncio.to_thread(lambda: BatchBytes(asked_batch(batch, question.asked_G)))
         num_failed, wait_s = 0, _RETRY_S
         while True:
             try:
@@ -184,7 +184,7 @@ class Teachers:
             wait_s = min(2 * wait_s, _MAX_RETRY_S)
 
     async def _forwarded(
-        self, question: Question, body: bytes | memoryview, batch: RolloutBatch, before: float
+        self, question: Question, body: BatchBytes, batch: RolloutBatch, before: float
     ) -> Operation:
         """A Forward of the teacher once it has ended, or cannot end any more."""
         policies = self._run.policies
@@ -271,7 +271,7 @@ def _loss_of(command: Command | None) -> LossConfig:
     return command.loss
 
 
-def asking(question: Question, body: bytes | memoryview) -> Submission:
+def asking(question: Question, body: bytes | BatchBytes) -> Submission:
     """The Forward that answers a question; `body`: the serialized batch of its groups."""
     command = ForwardCommand(
         with_entropy=False,
