@@ -30,7 +30,7 @@ from ratoon.engine.worker.tasks import NO_FORWARD, Choices, Task, TeacherAnswer
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.rollout.questions import asked_batch, questions
 from ratoon.rollout.serial import batch_digest, batch_from_bytes, batch_to_bytes
-from ratoon.train.spec import TrainerSpec
+from ratoon.train.spec import NO_HOOKS, TrainerSpec
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import LossConfig, PolicyState, ReferencePolicy, StepResult
 from ratoon_proto.v1 import policy_pb2, rollout_pb2, service_pb2
@@ -127,7 +127,7 @@ class SmallPolicy:
             started_at=0.0,
         )
         try:
-            return runner.run(runner.plan(task), lambda *_: None, lambda: False)
+            return runner.plan(task).run(NO_HOOKS)
         finally:
             body.unlink()
 
