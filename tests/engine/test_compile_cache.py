@@ -16,6 +16,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from ratoon.engine.worker.kernels import CompileCache
 from ratoon.train.numerics import compiler_kind
+from ratoon_proto.types import Shard
 
 TORCH_2 = {"torch": "2.0", "device": "cpu"}
 TORCH_3 = {"torch": "3.0", "device": "cpu"}
@@ -86,7 +87,9 @@ class _Trainer:
     def __init__(self, run_tokens: dict[int, int], *, num_workers: int = 1, name: str = "") -> None:
         self.run_tokens, self.ahead = run_tokens, list[list[int]]()
         self.is_compiling = False
-        self.spec = SimpleNamespace(num_workers=num_workers, host_key="", micro_batch_tokens=None)
+        self.spec = SimpleNamespace(
+            num_workers=num_workers, host_key="", micro_batch_tokens=None, shard=Shard.STATES
+        )
         self.model = SimpleNamespace(max_tokens=lambda: 20_000)
         self.graphs = lambda: {"config": name}
         self.compile_ahead = self.ahead.append
@@ -121,7 +124,7 @@ def test_later_processes_compile_ahead_what_earlier_ones_ran(
     note(cache, {4093: 1000}, 3)
     assert ahead() == [[1000, 30_000]]
     assert ahead("another") == [[20_000]]
-    assert ahead(num_workers=2) == []
+    assert ahead("another", num_workers=2) == []
     (file,) = (cache.folder / "tokens").iterdir()
     file.write_bytes(b"damaged")
     assert ahead() == [[20_000]]

@@ -14,9 +14,10 @@ from ratoon.model import layers
 from ratoon.model.loader import read_model
 from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.train.trainer import Trainer
-from ratoon_proto.types import FullTuning, LoraTuning
+from ratoon_proto.types import FullTuning, LoraTuning, Shard
 from tests.model.compiled import eager_graphs
 from tests.tiny_models import write_folder
+from tests.train.rank_runs import ranked, update_over
 from tests.train.trainer_runs import (
     assert_equal,
     make_batch,
@@ -77,7 +78,7 @@ def test_who_needs_the_model_waits_for_one_number_of_tokens_alone(
     trainer = make_trainer(base, dtype=ModelDtype.FLOAT32, tokens=1000)
     ran, may_go = list[int](), threading.Event()
 
-    def slow(_prepared: Any, num_tokens: int) -> None:
+    def slow(num_tokens: int) -> None:
         ran.append(num_tokens)
         may_go.wait()
 
@@ -116,7 +117,7 @@ def test_what_ran_is_known_by_its_range(base: FolderBase, monkeypatch: pytest.Mo
 
 
 def test_policies_of_one_geometry_have_the_same_graphs(base: FolderBase, tmp_path: Path) -> None:
-    """Whatever their weights, threads and layout; those of other geometries have others."""
+    """Whatever their threads; those of another mode, geometry or tuning have others."""
     options: dict[str, Any] = {"dtype": ModelDtype.FLOAT32}
     trainer = make_trainer(base, **options)
     known = trainer.graphs()
@@ -128,3 +129,16 @@ def test_policies_of_one_geometry_have_the_same_graphs(base: FolderBase, tmp_pat
     assert make_trainer(other, **options).graphs() != known
     adapted = make_trainer(base, tuning=LoraTuning(rank=2, alpha=4.0), **options)
     assert adapted.graphs() != known
+
+
+def test_each_of_several_ranks_compiles_ahead(base: FolderBase) -> None:
+    spec = make_trainer(base, dtype=ModelDtype.FLOAT32).spec
+    weights: list[dict[str, torch.Tensor]] = []
+    for is_ahead in (True, False):
+        with ranked(spec, 2, 100, Shard.GRADIENTS) as (two, _):
+            if is_ahead:
+                two.compile_ahead([300])
+            update_over(two, 0, (0, 1))
+            assert not two.is_compiling
+            weights.append(weights_of(two))
+    assert_equal(*weights)

@@ -89,15 +89,16 @@ class RankActor:
         from ratoon.train.spec import PassHooks
 
         started, device = time.perf_counter(), torch.device(spec.device)
-        if device.type == "cuda":
-            # While weights are loaded; nothing is compiled before.
-            start_compiler()
+        # While weights are loaded; nothing is compiled before.
+        compiler = start_compiler() if device.type == "cuda" else None
         set_copy_interface(meeting.host)
         Copies.join(meeting, number, device, node=_place()[0])
         if device.type == "cuda":
             CompileCache.of_device(self._compiled, spec.device)
         spec, model = self._load_model(spec)
         self._rank = Rank(spec, model, Copies.joined())
+        if compiler is not None:
+            compiler.join()
         self._rank.hooks = PassHooks(on_progress=self._on_progress, is_cancelled=self._is_stopped)
         seconds = round(time.perf_counter() - started, 3)
         _LOG.info("rank loaded", rank=number, pid=os.getpid(), load_s=seconds)

@@ -124,17 +124,16 @@ class WorkerActor:
     def _create(self, spec: TrainerSpec) -> Trainer:
         from ratoon.engine.worker.kernels import CompileCache, start_compiler
 
-        # Nothing is compiled on a CPU.
-        on_gpu = spec.device != "cpu"
-        if on_gpu:
-            # While weights are loaded; nothing is compiled before.
-            start_compiler()
+        # Nothing is compiled on a CPU. On a GPU this goes on while weights are loaded; nothing is
+        # compiled before.
+        compiler = None if spec.device == "cpu" else start_compiler()
         with self._ranks.created(spec, self._place) as others:
-            if on_gpu and self._cache is None:
+            if compiler is not None and self._cache is None:
                 # Not before the others have joined, as it asks the GPU for its name.
                 self._cache = CompileCache.of_device(self._compiled, spec.device)
             trainer = self._create_trainer(spec, others, self._compiled)
-        if self._cache is not None:
+        if compiler is not None and self._cache is not None:
+            compiler.join()
             self._cache.compile_ahead(trainer)
         return trainer
 

@@ -21,7 +21,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial, reduce
+from functools import reduce
 from itertools import count
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -70,7 +70,6 @@ from ratoon.train.self_check import NOT_CHECKED, SelfCheckOutcome, is_due, run_s
 from ratoon.train.spec import NO_HOOKS, PassHooks, TrainerSpec
 from ratoon.train.step_probe import probe_of
 from ratoon.train.verdicts import step_warnings
-from ratoon.train.warm_up import Compiling, few_rollouts
 from ratoon_proto.types import LogprobsOf, LossKind, Shard, StepReport
 
 
@@ -128,7 +127,6 @@ class Trainer:
         # Tokens of the largest micro-batch that was run whole by each range of graphs, by the
         # range; the range that was run last comes last.
         self.run_tokens: dict[int, int] = {}
-        self._compiling: Compiling | None = None
 
     @classmethod
     def create(
@@ -177,27 +175,24 @@ class Trainer:
         """Compile what runs a micro-batch of so many tokens on one device; changes nothing. The
         window must be empty. Raises RESOURCE_EXHAUSTED for more tokens than fit the device.
         """
-        assert self.ranks.size == 1
-        self.ranks.own.warm_up(few_rollouts(), num_tokens)
+        self.ranks.all(Rank.warm_up, num_tokens)
 
     def compile_ahead(self, tokens: Sequence[int]) -> None:
-        """Begin to `warm_up` for one number of tokens after the other, in a thread of its own.
+        """Begin to `warm_up` for one number of tokens after the other, beside other calls.
 
         The next call that needs the model or its gradients waits for what is being compiled then,
         and no more is. A failure is logged: what is not compiled ahead is compiled in its turn.
         """
-        self._compiling = Compiling([partial(self.warm_up, each) for each in tokens])
+        self.ranks.all(Rank.compile_ahead, list(tokens))
 
     @property
     def is_compiling(self) -> bool:
         """Whether something is being compiled ahead."""
-        return self._compiling is not None and self._compiling.is_running
+        return self.ranks.own.is_compiling
 
     def await_compiler(self) -> None:
         """Wait for what is being compiled; nothing more is compiled ahead."""
-        if self._compiling is not None:
-            self._compiling.end()
-            self._compiling = None
+        self.ranks.all(Rank.await_compiler)
 
     def limit_activations(self) -> None:
         """Lend the GPU's free memory to activations; later plans stay within it.
@@ -275,7 +270,6 @@ class Trainer:
         Raises:
             RatoonError: CANCELLED, and what `GradientWindow.check` raises.
         """
-        self.await_compiler()
         assert prepared.version == self.version, "prepared on another version"
         self_check = self._self_check(prepared, hooks.is_cancelled)
         is_only = self.is_window_empty and prepared.plan.is_one_backward
@@ -319,7 +313,6 @@ class Trainer:
 
     def discard_gradients(self) -> None:
         """Empty the window, TORN or not."""
-        self.await_compiler()
         self.ranks.all(Rank.clear)
         self._window.clear()
 
@@ -378,7 +371,6 @@ class Trainer:
             RatoonError: CANCELLED; INVALID_ARGUMENT without a reference; INTERNAL if the plan is of
                 another batch.
         """
-        self.await_compiler()
         ranks = self.ranks.run_pass(hooks, Rank.forward, prepared, use_reference=use_reference)
         columns = ForwardColumns.over(ranks)
         report = forward_report(prepared, columns, self._meter)
@@ -458,7 +450,6 @@ class Trainer:
             RatoonError: What `read_manifest` and `read_states` raise; INTERNAL if the digest of
                 what was read is another than the checkpoint's.
         """
-        self.await_compiler()
         manifest = read_manifest(folder, self.spec.kept_states, self.spec.model)
         with self._discarding_staged():
             sums = self.ranks.all(Rank.read_states, str(folder), manifest)
@@ -488,7 +479,6 @@ class Trainer:
             RatoonError: WINDOW_OPEN; INVALID_ARGUMENT if a sum is not finite.
         """
         self._require_empty_window()
-        self.await_compiler()
         self.ranks.exchange_leader_value(Rank.take_values, weights.values)
         if adds:
             with self._discarding_staged():

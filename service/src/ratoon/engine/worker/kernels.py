@@ -28,7 +28,7 @@ from ratoon.stream.files import (
     unseal_document,
     write_atomic,
 )
-from ratoon_proto.types import BackendInfo
+from ratoon_proto.types import BackendInfo, Shard
 
 if TYPE_CHECKING:
     from ratoon.train.trainer import Trainer
@@ -67,13 +67,19 @@ class CompileCache:
 
     def compile_ahead(self, trainer: Trainer) -> None:
         """Begin to compile for a new trainer: for the numbers of tokens that earlier ones of its
-        graphs have run, the last first, or else for the usual number. Several ranks, and tenants,
-        compile when they run."""
-        if trainer.spec.num_workers > 1 or trainer.spec.host_key:
+        graphs have run, the last first, or else for the usual number.
+
+        Several ranks may run none whole, so they compile for known numbers alone. Tenants, and
+        ranks that share out weights, compile when they run: others may use the model meanwhile.
+        """
+        spec, known = trainer.spec, self._known(trainer)[::-1]
+        if spec.host_key or spec.shard is Shard.WEIGHTS:
             return
-        usual = trainer.spec.micro_batch_tokens or USUAL_TOKENS
-        most = trainer.model.max_tokens() or usual
-        trainer.compile_ahead(self._known(trainer)[::-1] or [min(usual, most)])
+        if not known and spec.num_workers == 1:
+            usual = spec.micro_batch_tokens or USUAL_TOKENS
+            known = [min(usual, trainer.model.max_tokens() or usual)]
+        if known:
+            trainer.compile_ahead(known)
 
     def note(self, trainer: Trainer | None) -> None:
         """Log what this process has compiled, if it is more than before, and write down for which
@@ -125,7 +131,8 @@ class CompileCache:
 
 
 def start_compiler() -> threading.Thread:
-    """Begin what torch does at a first compilation: imports of a second, and processes."""
+    """Begin what torch does at a first compilation: imports of a second, processes, and a digest of
+    its own sources, by which it names what it compiles."""
     thread = threading.Thread(target=_import_compiler, name="compiler", daemon=True)
     thread.start()
     return thread
@@ -136,6 +143,7 @@ def _import_compiler() -> None:
 
     maybe_warm_pool()
     import_module("torch._inductor.compile_fx")
+    import_module("torch._inductor.codecache").torch_key()
 
 
 def _locked(folder: Path) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -51,6 +52,7 @@ from ratoon.train.prepare import Prepared, PreparedForward
 from ratoon.train.ranks.sharded_sums import ShardedSums
 from ratoon.train.ranks.shares import Outbox, Shares
 from ratoon.train.spec import NO_HOOKS, PassHooks, TrainerSpec
+from ratoon.train.warm_up import Compiling, few_rollouts
 from ratoon_proto.types import Shard
 
 
@@ -129,6 +131,7 @@ class Rank:
         # Bytes lent to activations, of the device and of the host.
         self._lent: tuple[int | None, int] = None, 0
         self._only: OnlyBackward | None = None
+        self._compiling: Compiling | None = None
         # The most device memory that a forward-backward was planned to hold; None for a CPU.
         self.planned_memory_bytes: int | None = None
 
@@ -182,6 +185,8 @@ class Rank:
 
         `is_only`: the sums are empty, and no parameter gets more than one gradient.
         """
+        # Before the limits change, which it reads.
+        self.await_compiler()
         only = self._only if is_only else None
         # First of all what tells the other ranks, who wait there, of whatever fails.
         with (
@@ -207,9 +212,9 @@ class Rank:
             own = prepared.of_rank(self.copies.rank)
             return forward_pass(self.model, own, hooks, group)
 
-    def warm_up(self, prepared: Prepared, num_tokens: int) -> None:
-        """Run `prepared` by the layers' graphs for `num_tokens`, as a window's only backward; the
-        sums must be empty, and are afterwards. Other ranks run nothing.
+    def warm_up(self, num_tokens: int) -> None:
+        """Run a few tokens by the layers' graphs for `num_tokens`, as a window's only backward; the
+        sums must be empty, and are afterwards. Ranks need not run it together.
 
         Raises what a forward-backward of so many tokens raises.
         """
@@ -217,15 +222,31 @@ class Rank:
             with (
                 frozen_graphs(),
                 self._lending(self._only),
-                self.reading(),
+                self._reading(),
                 self.model.run_as(num_tokens),
             ):
-                forward_backward_pass(self.model, prepared, self.hooks)
+                forward_backward_pass(self.model, few_rollouts(), NO_HOOKS)
         finally:
             self.gradients.clear()
 
+    def compile_ahead(self, tokens: Sequence[int]) -> None:
+        """Begin to `warm_up` for one number of tokens after the other, in a thread of its own."""
+        self._compiling = Compiling([partial(self.warm_up, each) for each in tokens])
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether something is being compiled ahead."""
+        return self._compiling is not None and self._compiling.is_running
+
+    def await_compiler(self) -> None:
+        """Wait for what is being compiled ahead, after which nothing more is."""
+        if self._compiling is not None:
+            self._compiling.end()
+            self._compiling = None
+
     def clear(self) -> None:
         """Set the gradient sums to zero."""
+        self.await_compiler()
         self.gradients.clear()
 
     def sums_of(self, parameters: list[str]) -> list[Tensor]:
@@ -313,6 +334,7 @@ class Rank:
 
     def read_states(self, folder: str, manifest: Manifest) -> tuple[int, int]:
         """Stage this rank's parts of a checkpoint for `take_states`; returns their digest sums."""
+        self.await_compiler()
         self._weights_copy.finish()
         like, place = self.optimizer.state(), (self.copies.rank, self.copies.size)
         self._read = read_states(Path(folder), manifest, like, *place)
@@ -335,6 +357,7 @@ class Rank:
 
         `values`: tensors by parameter on rank 0, None on the others.
         """
+        self.await_compiler()
         self._weights_copy.finish()
         self._values = self.shares.deal(values)
 
@@ -395,8 +418,15 @@ class Rank:
     def reading(self) -> Iterator[None]:
         """In the block the model has this rank's weights; whatever bound others since is undone.
 
-        When it is left, in any way, this rank has stopped reading other ranks' weights.
+        When it is left, in any way, this rank has stopped reading other ranks' weights. It begins
+        once nothing is being compiled ahead.
         """
+        self.await_compiler()
+        with self._reading():
+            yield
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
         self.model.bind(self._parameters)
         try:
             yield
