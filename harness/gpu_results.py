@@ -68,7 +68,7 @@ def describe_gpu(seed: int) -> dict[str, object]:
 
 
 def write_result(path: Path, payload: Mapping[str, object], *, seed: int) -> None:
-    """Writes `payload` and `describe_gpu` as one JSON object, creating the folder.
+    """Write `payload` and `describe_gpu` as one JSON object, creating the folder.
 
     Raises:
         ValueError: The payload has a field of `describe_gpu`.
@@ -81,7 +81,7 @@ def write_result(path: Path, payload: Mapping[str, object], *, seed: int) -> Non
 
 
 def require_green_tests(path: Path = TESTS) -> None:
-    """Lets a benchmark continue only if the GPU tests passed on these very sources.
+    """Let a benchmark continue only if the GPU tests passed on these very sources.
 
     Raises:
         SystemExit: The report is missing, of other sources, or not green; the message says which.

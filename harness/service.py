@@ -92,7 +92,7 @@ class Service:
         self._end()
 
     def start(self) -> None:
-        """Waits until it is healthy. Raises `RuntimeError` with the end of its log."""
+        """Wait until it is healthy. Raises `RuntimeError` with the end of its log."""
         command = [sys.executable, "-c", "from ratoon.cli import main; main()"]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -150,7 +150,7 @@ class Service:
         self.num_kills += 1
 
     def restart_once_it_ends(self) -> None:
-        """Restarts like a supervisor. Raises `RuntimeError` if it keeps running or exits with 0."""
+        """Restart like a supervisor. Raises `RuntimeError` if it keeps running or exits with 0."""
         assert self._process is not None
         try:
             status = self._process.wait(END_S)
@@ -168,7 +168,7 @@ class Service:
         return self._process.wait(timeout_s)
 
     def pause(self, seconds: float) -> None:
-        """Suspends every process for that long."""
+        """Suspend every process for that long."""
         processes = self.processes()
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -179,7 +179,7 @@ class Service:
                 process.resume()
 
     def arm(self, point: str, count: int) -> None:
-        """Makes the process that reaches the point for the `count`-th time from now kill itself."""
+        """Make the process that reaches the point for the `count`-th time from now kill itself."""
         folder = self.data_root / "crash-points"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / point).write_text(str(count))

@@ -564,7 +564,9 @@ async def test_a_key_of_this_wire_opens_nothing_else(tinker: Wire) -> None:
         response = await tinker.bare.post("/api/v1/create_session", json={}, headers=headers)
         assert response.status_code == status
     for path in NO_ROUTE:
-        assert (await tinker.one.client.post(f"/api/v1/{path}", json={})).status_code == 404
+        answer = await tinker.one.client.post(f"/api/v1/{path}", json={})
+        assert answer.status_code == 404
+        assert "tinker.enabled" not in answer.text
     assert "tinker_create_session" in (tinker.root / "access" / "audit.jsonl").read_text()
 
 

@@ -114,10 +114,19 @@ async def _answer_http(request: Request, error: HTTPException) -> JSONResponse:
         return error_response(cause)
     code = _STATUS_CODES.get(error.status_code, ErrorCode.INTERNAL)
     text = f"{request.method} {shown(request.url.path)}: {error.detail}"
-    if code is ErrorCode.ROUTE_NOT_FOUND and request.url.path.startswith(f"{TINKER_PREFIX}/"):
+    if code is ErrorCode.ROUTE_NOT_FOUND and _is_of_absent_tinker(request):
         text += "; the Tinker wire is served with the setting tinker.enabled (docs/tinker.md)"
     refusal = RatoonError(code, text, got=request.method)
     return error_response(refusal, dict(error.headers or {}))
+
+
+def _is_of_absent_tinker(request: Request) -> bool:
+    """Whether a path is of the Tinker wire, of which the application has no route."""
+    prefix = f"{TINKER_PREFIX}/"
+    paths: list[str] = [getattr(route, "path", "") for route in request.app.routes]
+    return request.url.path.startswith(prefix) and not any(
+        path.startswith(prefix) for path in paths
+    )
 
 
 def validation_error(errors: Sequence[Any]) -> RatoonError:
