@@ -5,7 +5,7 @@
 
 DEVICE void load_step(Shared& shared, const Problem& problem, const TensorMap* q_map,
                       const TensorMap* dout_map, uint32_t n, int head, int row,
-                      int head_row) {
+                      const Note& note) {
   const uint32_t s = n % NUM_STAGES;
   const uint32_t q_full = shared_address(&shared.q_full[s]);
   barrier_arrive_expect(q_full,
@@ -15,8 +15,8 @@ DEVICE void load_step(Shared& shared, const Problem& problem, const TensorMap* q
             q_full);
 #endif
   tma_load(shared_address(shared.q[s]), q_map, q_full, 0, row, 0, head);
-  bulk_load(shared_address(shared.stats[s]), problem.stats + int64_t(head_row) * 2, STATS_BYTES,
-            q_full);
+  bulk_load(shared_address(shared.stats[s]), problem.stats + int64_t(note.head_row) * 2,
+            STATS_BYTES, q_full);
   const uint32_t d = n % DOUT_STAGES;
   const uint32_t dout_full = shared_address(&shared.dout_full[d]);
   barrier_wait(shared_address(&shared.dout_empty[d]), (n / DOUT_STAGES + 1) % 2);
@@ -37,7 +37,7 @@ DEVICE uint32_t load_steps(Shared& shared, const Problem& problem, const TensorM
       note.first_row = row;
       note.is_full = piece.full_begin <= row && row + QUERY_STEP <= piece.full_end;
       note.is_last = heads_left == 0 && row + QUERY_STEP >= piece.query_end;
-      load_step(shared, problem, q_map, dout_map, n, head, row, note.head_row);
+      load_step(shared, problem, q_map, dout_map, n, head, row, note);
     }
   }
   return n;
