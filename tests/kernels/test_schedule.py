@@ -94,7 +94,7 @@ def _check_splits(schedule: Schedule, stride: int) -> None:
         is_swept = max(0, j * tile - schedule.delta) <= last_row
         lengths.append(-(-(last_row + 1 - first_row) // stride) if is_swept else 0)
     for heads, level in zip(SPLIT_KV_HEADS, schedule.levels, strict=True):
-        cap = max(2, -(-heads * sum(lengths) // (132 * 8)))
+        cap = max(1, -(-heads * sum(lengths) // (132 * 8)))
         while sum(-(-n // cap) for n in lengths if n > cap) > num_key_tiles:
             cap += 1
         pieces = level.pieces.tolist()

@@ -43,7 +43,7 @@ _MAX_WINDOW: Final = 8
 # Nor do windows exceed this part of the forest, so that no piece outlasts the others; but below the
 # least, adding up dK and dV costs more than it brings.
 _WINDOW_PART: Final = 128
-_MIN_WINDOW: Final = 3
+_MIN_WINDOW: Final = 2
 # The kernels keep eight query rows together.
 _ROWS_TOGETHER: Final = 8
 # In the deterministic backward a key tile is split when it holds more than an eighth of the mean
@@ -51,7 +51,7 @@ _ROWS_TOGETHER: Final = 8
 # few percent of the time.
 _PIECES_IN_FLIGHT: Final = 132 * 8
 # Below this many strides a piece costs more to start and to add up than it takes off the longest.
-_MIN_PIECE: Final = 2
+_MIN_PIECE: Final = 1
 # Sections start at 16 bytes, so that kernels read rows of 4 and 8 as vectors.
 _ALIGNMENT: Final = 4
 # The numbers of kv heads that the splits of the backward are cut for, most heads first.
@@ -282,7 +282,7 @@ def build_schedule(
     else:
         pairs = pair_tiles(window, queries, keys, key_tiles, tile_size)
         tiles = table_of_pairs(pairs, tile_size, num_queries)
-        sweeps = tiles.sweeps.in_rows(tile_size)
+        sweeps = tiles.sweeps.in_rows(tile_size, num_queries)
         start = np.zeros(-(-num_queries // tile_size) * tile_size + stride, np.int32)
         first_key = window.start_T[queries.start : queries.stop] - keys.start
         start[:num_queries] = np.clip(first_key, 0, num_keys)

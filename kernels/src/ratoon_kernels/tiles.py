@@ -77,12 +77,12 @@ class Sweeps:
     full_start_B: Int64Array
     full_stop_B: Int64Array
 
-    def in_rows(self, tile_size: int) -> "Sweeps":
-        """Returns the ranges in rows instead of tiles."""
+    def in_rows(self, tile_size: int, num_queries: int) -> "Sweeps":
+        """Returns the ranges in query rows instead of tiles, none of them past the last query."""
         return Sweeps(
             key_B=self.key_B,
             start_B=self.start_B * tile_size,
-            stop_B=self.stop_B * tile_size,
+            stop_B=np.minimum(self.stop_B * tile_size, num_queries),
             full_start_B=self.full_start_B * tile_size,
             full_stop_B=self.full_stop_B * tile_size,
         )

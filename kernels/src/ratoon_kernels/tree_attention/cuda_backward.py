@@ -17,6 +17,7 @@ from ratoon_kernels.tree_attention.cuda_launch import Call, aligned
 from ratoon_kernels.tree_attention.cuda_specs import (
     BACKWARD_KEYS,
     BACKWARD_QUERIES,
+    FINISH_KEYS,
     NUM_THREADS,
     QUERY_KEYS,
     ROW_BLOCK,
@@ -180,7 +181,7 @@ def _pairs(gradient_SKH: Tensor) -> Tensor:
 def _add_up_slots(call: Call, level: WorkSections, slots: Tensor, dk: Tensor, dv: Tensor) -> None:
     num_keys, num_kv_heads, _ = call.k_SKH.shape
     call.kernel("backward_finish_keys").launch(
-        grid=(level.split_tiles.count, num_kv_heads, 2),
+        grid=(level.split_tiles.count, num_kv_heads, 2 * TILE_SIZE // FINISH_KEYS),
         block=SMALL_THREADS,
         shared_bytes=0,
         stream=call.stream,

@@ -32,6 +32,8 @@ BACKWARD_QUERIES: Final = {64: 80, 128: 80, 192: 48, 256: 80}
 # Queries that a block prepares or finishes, and dimensions that it finishes.
 ROW_BLOCK: Final = 64
 SLAB: Final = 64
+# Keys of a cut tile that a block finishes.
+FINISH_KEYS: Final = 16
 
 _MAP, _POINTER = Param.TENSOR_MAP, Param.POINTER
 _INT, _LONG, _FLOAT = Param.INT32, Param.INT64, Param.FLOAT32

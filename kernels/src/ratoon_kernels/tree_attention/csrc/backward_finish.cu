@@ -8,6 +8,7 @@
 #include "tile.cuh"
 
 constexpr int FINISH_THREADS = 256;
+constexpr int FINISH_KEYS = 16;  // of a cut key tile that a block finishes (cuda_specs.py)
 constexpr int PITCH = SLAB + 4;  // of a row in shared memory: no two lanes share a bank
 
 // Rows of 8 values: four times two 16-bit ones, or 32 bytes of fp32.
@@ -62,7 +63,7 @@ struct SplitTile {
   int key_tile, first_slot, num_slots, unused;
 };
 
-// Grid: cut key tiles, kv heads, {dK, dV}. `slots` is [num_kv_heads, num_slots, SLOT_VALUES].
+// Grid: cut key tiles, kv heads, {dK, dV} of each FINISH_KEYS of its keys. `slots` is [num_kv_heads, num_slots, SLOT_VALUES].
 extern "C" __global__ void __launch_bounds__(FINISH_THREADS)
     tree_attention_backward_finish_keys(const SplitTile* tiles, const float* slots, uint8_t* dk,
                                         uint8_t* dv, int64_t dk_row, int64_t dk_head,
@@ -70,7 +71,8 @@ extern "C" __global__ void __launch_bounds__(FINISH_THREADS)
                                         int num_keys) {
   const SplitTile split = tiles[blockIdx.x];
   const int kv_head = blockIdx.y;
-  const bool is_dv = blockIdx.z == 1;
+  const bool is_dv = blockIdx.z % 2 == 1;
+  const int first_row = blockIdx.z / 2 * FINISH_KEYS;
   uint8_t* out = is_dv ? dv : dk;
   const int64_t row_stride = is_dv ? dv_row : dk_row;
   const int64_t head_stride = is_dv ? dv_head : dk_head;
@@ -78,8 +80,8 @@ extern "C" __global__ void __launch_bounds__(FINISH_THREADS)
   const float* first = slots +
                        (int64_t(kv_head) * num_slots + split.first_slot) * SLOT_VALUES +
                        (is_dv ? TILE * HEAD_DIM : 0);
-  for (int i = threadIdx.x; i < TILE * dim / 2; i += FINISH_THREADS) {
-    const int row = i / (dim / 2), column = i % (dim / 2) * 2;
+  for (int i = threadIdx.x; i < FINISH_KEYS * dim / 2; i += FINISH_THREADS) {
+    const int row = first_row + i / (dim / 2), column = i % (dim / 2) * 2;
     const int64_t key = split.key_tile * TILE + row;
     if (key >= num_keys) break;
     float2 sum = {0.0f, 0.0f};
