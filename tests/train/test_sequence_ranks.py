@@ -24,6 +24,7 @@ from ratoon.shards.sequence_group import own_keys
 from ratoon.train import prepare
 from ratoon.train.gradient_window import WindowState
 from ratoon.train.loss.spec import Loss
+from ratoon.train.ranks.group import Others
 from ratoon.train.spec import NO_HOOKS, PassHooks, never_cancelled, no_progress
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import (
@@ -247,7 +248,7 @@ def test_heads_that_ranks_do_not_divide_are_refused(base: FolderBase) -> None:
     spec = make_trainer(base).spec
     parallel = ParallelLayout(num_workers=3, sequence_ranks=3)
     with pytest.raises(RatoonError, match=r"the model's 4 query heads: 4 / 3 = 1\.33"):
-        Trainer.create(replace(spec, parallel=parallel), [_NoPeer(), _NoPeer()])
+        Trainer.create(replace(spec, parallel=parallel), Others(peers=[_NoPeer(), _NoPeer()]))
 
 
 def test_each_rank_attends_the_keys_of_its_own_queries() -> None:
