@@ -294,11 +294,11 @@ def test_queries_that_attend_nothing_are_items_without_tiles(queries: Span, keys
     assert all(len(level.pieces) == 0 for level in schedule.levels)
 
 
-def _edit(column: int, change: int) -> Callable[[IntArray], IntArray]:
-    """Edits a column of the backward's pieces of the last level."""
+def _edit(column: int, num_steps: int) -> Callable[[IntArray], IntArray]:
+    """Edits a column of the backward's pieces of the last level by steps of five rows."""
 
     def edit(pieces: IntArray) -> IntArray:
-        pieces[:, column] += change
+        pieces[:, column] += 5 * num_steps
         return pieces
 
     return edit

@@ -25,8 +25,8 @@ DEVICE void store_eight(uint8_t* rows, int64_t element, const float* values, flo
 }
 
 // Grid: blocks of rows, heads times slabs of dimensions. `dq` is [slabs, num_heads, num_rows, SLAB]
-// and `dq_rows` [num_queries, num_heads, HEAD_DIM]. The last heads first, which the backward has left
-// in the cache.
+// and `dq_rows` [num_queries, num_heads, HEAD_DIM]. The last heads, which the backward has left in
+// the cache, come first.
 extern "C" __global__ void __launch_bounds__(FINISH_THREADS)
     tree_attention_backward_finish_queries(const float* dq, uint8_t* dq_rows, int num_queries,
                                            int num_rows, float scale) {
@@ -63,7 +63,8 @@ struct SplitTile {
   int key_tile, first_slot, num_slots, unused;
 };
 
-// Grid: cut key tiles, kv heads, {dK, dV} of each FINISH_KEYS of its keys. `slots` is [num_kv_heads, num_slots, SLOT_VALUES].
+// Grid: cut key tiles, kv heads, {dK, dV} of each FINISH_KEYS of a tile's keys. `slots` is
+// [num_kv_heads, num_slots, SLOT_VALUES].
 extern "C" __global__ void __launch_bounds__(FINISH_THREADS)
     tree_attention_backward_finish_keys(const SplitTile* tiles, const float* slots, uint8_t* dk,
                                         uint8_t* dv, int64_t dk_row, int64_t dk_head,

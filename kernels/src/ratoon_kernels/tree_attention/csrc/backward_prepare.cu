@@ -1,9 +1,9 @@
 // Tree attention, before the backward: what each query brings to every step, and empty sums.
 //
 // Enters: out, dout, lse and, where it has one, its gradient. Leaves: `stats` (-lse / scale and
-// -delta = dlse - dout . out, of eight queries side by side), `dq` and `slots` of zeros, the work counters at 0.
-// Invariant: a row past the last query, and one that attends nothing, has -lse = -inf: its P is 0
-// everywhere.
+// -delta = dlse - dout . out, of eight queries side by side), `dq` and `slots` of zeros, the work
+// counters at 0. Invariant: a row past the last query, and one that attends nothing, has
+// -lse = -inf: its P is 0 everywhere.
 
 #include "tile.cuh"
 
@@ -29,7 +29,8 @@ DEVICE float dot(uint32_t a, uint32_t b) {
   return unpack_low(a) * unpack_low(b) + unpack_high(a) * unpack_high(b);
 }
 
-// Grid: blocks of rows, heads. In falling order: the backward begins with what is left in the cache.
+// Grid: blocks of rows, heads. In falling order: the backward begins with what that leaves in the
+// cache.
 extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
     tree_attention_backward_prepare(const Rows out, const Rows dout, const float* lse,
                                     int64_t lse_head, const float* dlse, int64_t dlse_head,
