@@ -49,7 +49,8 @@ class Edge:
             Submission(
                 policy_id="p",
                 key=SeqKey(seq=seq),
-                command=command or update(number),
+                # The client names the body.
+                command=replace(command or update(number), body_digest=""),
                 body=number_body(number),
             )
         )
