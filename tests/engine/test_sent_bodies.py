@@ -13,7 +13,7 @@ import pytest
 from ratoon.config import load_config
 from ratoon.engine import client as module
 from ratoon.engine.client import EngineClient
-from ratoon.engine.commands import Command, SeqKey, Submission
+from ratoon.engine.commands import SeqKey, Submission
 from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import Operation
 from ratoon.errors import ErrorCode
@@ -44,12 +44,13 @@ class Edge:
                 path.unlink()
         return await self.machine.controller.submit(submission)
 
-    async def update(self, seq: int, number: float, command: Command | None = None) -> Operation:
+    async def update(self, seq: int, number: float) -> Operation:
         return await self.client.submit(
             Submission(
                 policy_id="p",
                 key=SeqKey(seq=seq),
-                command=command or update(number),
+                # The client names the body.
+                command=replace(update(number), body_digest=""),
                 body=number_body(number),
             )
         )

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.serial import batch_digest, batch_from_bytes, batch_to_bytes
+from ratoon.rollout.serial import BatchBytes, batch_digest, batch_from_bytes, batch_to_bytes
 from tests.builders import Outcome, random_batch
 from tests.rollout.strategies import CHECKED, batches
 
@@ -82,8 +82,10 @@ def test_group_ids_of_any_script() -> None:
 
 
 def test_the_digest_is_sha256() -> None:
-    data = batch_to_bytes(random_batch(np.random.default_rng(2)))
-    assert batch_digest(data) == hashlib.sha256(data).hexdigest()
+    body = BatchBytes(random_batch(np.random.default_rng(2)))
+    data = bytes(body)
+    assert len(body) == len(data)
+    assert batch_digest(body) == batch_digest(data) == hashlib.sha256(data).hexdigest()
 
 
 @functools.cache

@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from ray.serve import Application
 
 GATEWAY_NAME = "ratoon-gateway"
-# A batch is in memory several times on its way, each time in new pages. glibc asks for huge ones,
-# which cost a quarter; others ignore the variable.
-_HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 _log = get_logger("app")
 
@@ -224,7 +221,6 @@ def _start_gateway(config: RatoonConfig) -> ObjectRef[None]:
             resources=ON_HEAD,
             max_restarts=-1,
             max_task_retries=-1,
-            runtime_env={"env_vars": _HUGE_PAGES},
         )
         .remote(config)
     )

@@ -1,21 +1,19 @@
 """The policy service, independent of any wire: a request message in, a response message out.
 
 Every request is validated before it reaches the engine. From then on it runs to its end even if the
-caller leaves, when Serve cancels the handler.
+caller leaves, when Serve cancels the handler. Requests that become operations are `acceptance`'s.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from google.protobuf.message import DecodeError
-
-from ratoon.api import submissions
+from ratoon.api.acceptance import Acceptance
 from ratoon.api.answers import (
     FileChunk,
     checkpoint_message,
@@ -33,7 +31,6 @@ from ratoon.api.convert.checks import (
     OPERATION_ID,
     POLICY_ID,
     RECEIVER_ID,
-    UPLOAD_ID,
     VERSION_NAME,
     at_least,
     matched,
@@ -42,18 +39,16 @@ from ratoon.api.convert.checks import (
     required,
     write,
 )
-from ratoon.api.convert.groups import raw_groups
 from ratoon.api.convert.policy import SpecDefaults, base_name, policy_message, policy_spec
 from ratoon.api.convert.sampling import sampling_params
+from ratoon.api.submissions import BatchRequest, PlainRequest
 from ratoon.config import LimitsConfig
 from ratoon.engine.client import Engine, EngineClient
-from ratoon.engine.commands import Submission
-from ratoon.engine.refusals import is_policy_replaced, policy_not_ready
+from ratoon.engine.refusals import policy_not_ready
 from ratoon.engine.types import (
     Acknowledgement,
     Operation,
     OperationFilter,
-    Policy,
     file_of,
 )
 from ratoon.errors import ErrorCode, RatoonError, invalid
@@ -76,23 +71,17 @@ from ratoon_proto.v1 import (
 T = TypeVar("T")
 PAGE_SIZE, MAX_PAGE_SIZE = 50, 500
 POINTS, MAX_POINTS = 1000, 10_000
-MAX_UPLOAD_PARTS = 65_536
 # A field of weight manifests that only the service's own start reads.
 _NOT_SENT = ("made_by",)
 # Maximum age of a Health answer, and how long the engine's answer may take.
 HEALTH_S = 1.0
 HEALTH_ANSWER_S = 5.0
-# Policies that are remembered; the one that was read the longest ago is forgotten first.
-_MAX_KNOWN = 1024
 # Seconds between two messages of a watched operation.
 WATCH_INTERVAL_S = 0.25
 
 
 class PolicyService:
-    """A method per call of `ratoon.v1.PolicyService`; all raise `RatoonError`.
-
-    The service keeps no state of a policy but what never changes while the policy exists.
-    """
+    """A method per call of `ratoon.v1.PolicyService`; all raise `RatoonError`."""
 
     def __init__(
         self,
@@ -108,11 +97,9 @@ class PolicyService:
         self._limits = limits
         self._defaults = defaults
         self._device = device
-        # Loaded policies by id; all but their spec and their model's info may be outdated.
-        self._known: dict[str, Policy] = {}
         # Facts of bases that are sampled without a policy; there are as many as model folders.
         self._facts: dict[ModelSpec, BaseFacts] = {}
-        self._begun: set[asyncio.Task[Any]] = set()
+        self._acceptance = Acceptance(engine, limits)
         self._health: asyncio.Task[str] | None = None
         self._asked_at = 0.0
 
@@ -123,7 +110,7 @@ class PolicyService:
             raise required("spec", "the policy to create")
         spec = await asyncio.to_thread(policy_spec, request.spec, self._defaults)
         return await self._message(
-            await self._finish(self._engine.call(Engine.create_policy, spec))
+            await self._engine.finish(self._engine.call(Engine.create_policy, spec))
         )
 
     async def send_model_file(
@@ -135,23 +122,25 @@ class PolicyService:
         offset = at_least("offset", request.offset, 0)
         file = WeightFile(size_bytes=size_bytes, digest=digest)
         call = self._engine.call(Engine.put_model_file, policy_id, file, offset, request.data)
-        return service_pb2.SendModelFileResponse(num_bytes=await self._finish(call))
+        return service_pb2.SendModelFileResponse(num_bytes=await self._engine.finish(call))
 
     async def delete_policy(
         self, request: service_pb2.DeletePolicyRequest
     ) -> operation_pb2.Operation:
         policy_id = matched("policy_id", request.policy_id, POLICY_ID)
         return await self._message(
-            await self._finish(self._engine.call(Engine.delete_policy, policy_id))
+            await self._engine.finish(self._engine.call(Engine.delete_policy, policy_id))
         )
 
     async def release_policy(self, request: service_pb2.ReleasePolicyRequest) -> policy_pb2.Policy:
         policy_id = matched("policy_id", request.policy_id, POLICY_ID)
-        policy = await self._finish(self._engine.call(Engine.release_policy, policy_id))
+        policy = await self._engine.finish(self._engine.call(Engine.release_policy, policy_id))
         return policy_message(policy, self._defaults.models_root)
 
     async def get_policy(self, request: service_pb2.GetPolicyRequest) -> policy_pb2.Policy:
-        return policy_message(await self._policy(request.policy_id), self._defaults.models_root)
+        return policy_message(
+            await self._acceptance.policy(request.policy_id), self._defaults.models_root
+        )
 
     async def list_policies(
         self, request: service_pb2.ListPoliciesRequest
@@ -162,51 +151,27 @@ class PolicyService:
             policies=[policy_message(policy, root) for policy in policies]
         )
 
-    async def _submit_batch(self, request: submissions.BatchRequest) -> operation_pb2.Operation:
-        async def built(policy: Policy) -> Submission:
-            groups = await self._groups(request)
-            return await asyncio.to_thread(
-                submissions.with_batch, request, policy, groups, self._limits
-            )
+    async def _submit_batch(self, request: BatchRequest) -> operation_pb2.Operation:
+        return await self._message(await self._acceptance.batch(request))
 
-        return await self._submit(request, built)
-
-    async def _submit_plain(self, request: submissions.PlainRequest) -> operation_pb2.Operation:
-        async def built(policy: Policy) -> Submission:
-            return submissions.without_batch(request, policy)
-
-        return await self._submit(request, built)
+    async def _submit_plain(self, request: PlainRequest) -> operation_pb2.Operation:
+        return await self._message(await self._acceptance.plain(request))
 
     # `submissions` says in what these calls differ.
     update = forward_backward = forward = _submit_batch
     optim_step = discard_gradients = save_checkpoint = load_checkpoint = _submit_plain
     import_weights = publish_version = _submit_plain
 
+    async def refuse(
+        self, request: BatchRequest | PlainRequest, refusal: RatoonError
+    ) -> operation_pb2.Operation:
+        """Submit the operation that takes a refused call's seq, and fails with the refusal."""
+        return await self._message(await self._acceptance.refuse(request, refusal))
+
     async def upload_part(
         self, request: service_pb2.UploadPartRequest
     ) -> service_pb2.UploadPartResponse:
-        """Store a part, decoded here only to find errors; its batch is validated whole."""
-        policy_id = matched("policy_id", request.policy_id, POLICY_ID)
-        upload_id = matched("upload_id", request.upload_id, UPLOAD_ID)
-        if not 0 <= request.part_index < MAX_UPLOAD_PARTS:
-            expected = f"at least 0 and below {MAX_UPLOAD_PARTS}"
-            raise invalid("part_index", request.part_index, expected)
-        if not request.groups:
-            raise required("groups", "at least one group")
-        max_tokens = self._limits.max_tokens
-        await asyncio.to_thread(raw_groups, request.groups, max_tokens=max_tokens)
-        body = await asyncio.to_thread(_part_body, request.groups)
-        await self._finish(
-            self._engine.call(
-                Engine.put_upload_part,
-                policy_id,
-                upload_id,
-                request.part_index,
-                body,
-                current_holder(),
-            )
-        )
-        return service_pb2.UploadPartResponse(num_bytes=len(body))
+        return service_pb2.UploadPartResponse(num_bytes=await self._acceptance.part(request))
 
     async def get_operation(
         self, request: service_pb2.GetOperationRequest
@@ -275,7 +240,7 @@ class PolicyService:
     ) -> operation_pb2.Operation:
         operation_id = matched("operation_id", request.operation_id, OPERATION_ID)
         return await self._message(
-            await self._finish(self._engine.call(Engine.cancel_operation, operation_id))
+            await self._engine.finish(self._engine.call(Engine.cancel_operation, operation_id))
         )
 
     async def list_rollouts(
@@ -285,7 +250,7 @@ class PolicyService:
         return await self._engine.rollouts(policy_id, at_least("seq", request.seq, 1))
 
     async def get_rollout(self, request: service_pb2.GetRolloutRequest) -> rollout_pb2.KeptRollout:
-        policy = await self._policy(request.policy_id)
+        policy = await self._acceptance.policy(request.policy_id)
         seq = at_least("seq", request.seq, 1)
         group, rollout = (
             at_least("group", request.group, 0),
@@ -311,7 +276,7 @@ class PolicyService:
         policy_id = matched("policy_id", request.policy_id, POLICY_ID)
         name = matched("checkpoint_id", request.checkpoint_id, CHECKPOINT_ID)
         call = self._engine.call(Engine.delete_checkpoint, policy_id, name)
-        return checkpoint_message(await self._finish(call))
+        return checkpoint_message(await self._engine.finish(call))
 
     async def delete_version(
         self, request: service_pb2.DeleteVersionRequest
@@ -319,14 +284,14 @@ class PolicyService:
         policy_id = matched("policy_id", request.policy_id, POLICY_ID)
         name = matched("name", request.name, VERSION_NAME)
         call = self._engine.call(Engine.delete_version, policy_id, name)
-        return write(operation_pb2.NamedVersion(), await self._finish(call))
+        return write(operation_pb2.NamedVersion(), await self._engine.finish(call))
 
     async def set_ttl(
         self, policy_id: str, name: str, ttl_s: float | None, *, of_version: bool
     ) -> None:
         """Have a checkpoint, or a version's name, expire in `ttl_s` seconds; None: never."""
         call = self._engine.call(Engine.set_ttl, policy_id, name, ttl_s, of_version=of_version)
-        await self._finish(call)
+        await self._engine.finish(call)
 
     async def get_weight_manifest(
         self, request: service_pb2.GetWeightManifestRequest
@@ -358,7 +323,7 @@ class PolicyService:
         """The newest manifest, once it is not of `known_version`, then those that follow."""
         policy_id = matched("policy_id", request.policy_id, POLICY_ID)
         known_version = _version(request, "known_version")
-        await self._policy(policy_id)
+        await self._acceptance.policy(policy_id)
         async for manifest in self._engine.watch_weights(policy_id, known_version):
             yield write(weights_pb2.WeightManifest(), manifest, skip=_NOT_SENT)
 
@@ -410,7 +375,7 @@ class PolicyService:
             info = self._facts.get(model) or await self._sampler.facts(model)
             self._facts[model] = info
         else:
-            policy = await self._policy(request.policy_id)
+            policy = await self._acceptance.policy(request.policy_id)
             model, info = policy.spec.published_model, policy.info
             if info is None:
                 raise policy_not_ready(policy.spec.policy_id, policy.state, policy.failure)
@@ -525,94 +490,6 @@ class PolicyService:
         """Count a request of the Tinker wire with fields that are not known."""
         self._engine.record_metrics([TINKER_UNKNOWN_FIELDS.sample(1, call)])
 
-    async def _policy(self, policy_id: str) -> Policy:
-        """The policy as it is now, which is remembered to validate later calls."""
-        policy_id = matched("policy_id", policy_id, POLICY_ID)
-        policy = await self._engine.call(Engine.policy, policy_id)
-        if policy.info is not None:
-            self._known.pop(policy_id, None)
-            self._known[policy_id] = policy
-            if len(self._known) > _MAX_KNOWN:
-                del self._known[next(iter(self._known))]
-        return policy
-
-    async def _submit(
-        self,
-        request: submissions.BatchRequest | submissions.PlainRequest,
-        build: Callable[[Policy], Awaitable[Submission]],
-    ) -> operation_pb2.Operation:
-        """Submit a call; or its refusal, where that takes the call's seq."""
-        try:
-            return await self._validated(request.policy_id, build)
-        except RatoonError as error:
-            if not submissions.is_consumed(request, error):
-                raise
-            refusal = error
-        return await self.refuse(request, refusal)
-
-    async def refuse(
-        self, request: submissions.BatchRequest | submissions.PlainRequest, refusal: RatoonError
-    ) -> operation_pb2.Operation:
-        """Submit the operation that takes a refused call's seq, and fails with the refusal."""
-
-        async def refused(policy: Policy) -> Submission:
-            return await asyncio.to_thread(submissions.refused, request, policy, refusal)
-
-        return await self._validated(request.policy_id, refused)
-
-    async def _validated(
-        self, policy_id: str, build: Callable[[Policy], Awaitable[Submission]]
-    ) -> operation_pb2.Operation:
-        """Validate a call by its policy, then submit it.
-
-        A remembered policy saves one call of the engine. What it decides never changes while the
-        policy exists, but the policy may have been deleted and created anew: so a refusal by a
-        remembered policy stands only if the policy is still the same, and the engine refuses what
-        was validated by an earlier policy of the same id.
-        """
-        known = self._known.get(matched("policy_id", policy_id, POLICY_ID))
-        policy = known or await self._policy(policy_id)
-        try:
-            submission = await build(policy)
-        except RatoonError:
-            if known is None:
-                raise
-            policy = await self._policy(policy_id)
-            if policy.created_at == known.created_at:
-                raise
-            submission = await build(policy)
-        try:
-            return await self._accepted(submission, policy)
-        except RatoonError as error:
-            if not is_policy_replaced(error):
-                raise
-        policy = await self._policy(policy_id)
-        return await self._accepted(await build(policy), policy)
-
-    async def _accepted(self, submission: Submission, policy: Policy) -> operation_pb2.Operation:
-        holder, created_at = current_holder(), policy.created_at
-        submission = replace(submission, holder=holder, policy_created_at=created_at)
-        return await self._message(await self._finish(self._engine.submit(submission)))
-
-    async def _groups(
-        self, request: submissions.BatchRequest
-    ) -> Sequence[rollout_pb2.RolloutGroup]:
-        match request.WhichOneof("source"):
-            case "batch":
-                return request.batch.groups
-            case "upload":
-                upload_id = matched("upload.upload_id", request.upload.upload_id, UPLOAD_ID)
-                num_parts = request.upload.num_parts
-                if not 1 <= num_parts <= MAX_UPLOAD_PARTS:
-                    expected = f"at least 1 and at most {MAX_UPLOAD_PARTS}"
-                    raise invalid("upload.num_parts", num_parts, expected)
-                parts = await self._engine.call(
-                    Engine.get_upload_parts, request.policy_id, upload_id, num_parts
-                )
-                return await asyncio.to_thread(_joined, parts)
-            case None:
-                raise required("source", "batch or upload")
-
     async def _message(self, operation: Operation) -> operation_pb2.Operation:
         """The wire form; log-probs are inline if they are small and not expired."""
         output, file = None, file_of(operation.result)
@@ -630,19 +507,6 @@ class PolicyService:
     def _inline_bytes(self) -> int:
         return min(self._limits.inline_result_bytes, self._limits.max_fetch_bytes)
 
-    async def _finish(self, call: Coroutine[Any, Any, T]) -> T:
-        """Await a call that changes something; it runs to its end even if the caller leaves."""
-        task = asyncio.create_task(call)
-        self._begun.add(task)
-        task.add_done_callback(self._end)
-        return await asyncio.shield(task)
-
-    def _end(self, task: asyncio.Task[Any]) -> None:
-        self._begun.discard(task)
-        # If the caller has left, nobody else retrieves the exception.
-        if not task.cancelled():
-            task.exception()
-
 
 def _bounded(field: str, value: int, default: int, most: int) -> int:
     """A number of a request, 0 for the default. Raises INVALID_ARGUMENT."""
@@ -654,16 +518,3 @@ def _bounded(field: str, value: int, default: int, most: int) -> int:
 def _version(request: Any, field: str) -> int | None:
     """An optional version of a request. Raises INVALID_ARGUMENT."""
     return at_least(field, getattr(request, field), 0) if request.HasField(field) else None
-
-
-def _part_body(groups: Sequence[rollout_pb2.RolloutGroup]) -> bytes:
-    return rollout_pb2.RolloutBatch(groups=groups).SerializeToString()
-
-
-def _joined(parts: Sequence[bytes]) -> list[rollout_pb2.RolloutGroup]:
-    """The groups of all parts, in order."""
-    try:
-        batches = [rollout_pb2.RolloutBatch.FromString(part) for part in parts]
-    except DecodeError as err:
-        raise AssertionError("a stored upload part is not a RolloutBatch") from err
-    return [group for batch in batches for group in batch.groups]

@@ -61,7 +61,7 @@ class EngineClient:
         self._settings = settings
         # Requests outnumber all other changes, so their samples are batched.
         self._changes: list[Change] = []
-        self._sending: set[asyncio.Task[None]] = set()
+        self._begun: set[asyncio.Task[Any]] = set()
         # When the engine has last heard of a read, by policy.
         self._noted: dict[str, float] = {}
         self._reach = make_reach(settings.crash_points)
@@ -203,11 +203,22 @@ class EngineClient:
         changes, self._changes = self._changes, []
         self._begin(self._record(tuple(changes)))
 
-    def _begin(self, call: Coroutine[Any, Any, None]) -> None:
-        """Run a call that nobody waits for."""
-        sending = asyncio.get_running_loop().create_task(call)
-        self._sending.add(sending)
-        sending.add_done_callback(self._sending.discard)
+    async def finish(self, call: Coroutine[Any, Any, T]) -> T:
+        """Await a call that changes something; it runs to its end even if its caller leaves."""
+        return await asyncio.shield(self._begin(call))
+
+    def _begin(self, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run a call that perhaps nobody waits for."""
+        task = asyncio.get_running_loop().create_task(call)
+        self._begun.add(task)
+        task.add_done_callback(self._end)
+        return task
+
+    def _end(self, task: asyncio.Task[Any]) -> None:
+        self._begun.discard(task)
+        # If the caller has left, nobody else retrieves the exception.
+        if not task.cancelled():
+            task.exception()
 
     async def _record(self, changes: tuple[Change, ...]) -> None:
         """Samples that cannot be sent are dropped."""
