@@ -74,21 +74,28 @@ async def _placed_and_lost(nodes: Nodes) -> None:
     assert first != second
     remove_placement_group(taken)
     assert await _update(client, "apart", 1) == digests[0]
-    assert len(nodes.ranks(second)) == 1
+
+    (rank,) = nodes.ranks(second)
+    running = await _submit(client, "apart", 2)
+    rank.kill()
+    await done(client, running)
+    assert await _digest(client, "apart") == digests[1]
+    assert nodes.of_policy("apart") == [first, second]
 
     nodes.kill(second)
-    assert await _update(client, "apart", 2) == digests[1]
+    assert await _update(client, "apart", 3) == digests[2]
     assert nodes.of_policy("apart") == [first, first]
 
     # The worker's own now, and there is no other. Refused once, the policy goes on asking for GPUs.
     nodes.kill(first)
-    waiting = await _submit(client, "apart", 3)
+    waiting = await _submit(client, "apart", 4)
     await until(lambda: find_group("apart") is None)
     assert not (await client.call(Engine.get_operation, waiting.operation_id, 0.0)).state.is_final
     assert (await client.call(Engine.policy, "apart")).state is PolicyState.READY
     nodes.add(2)
     await done(client, waiting)
-    assert await _digest(client, "apart") == digests[2]
+    assert await _digest(client, "apart") == digests[3]
+    assert (await client.call(Engine.policy, "apart")).version == 4
 
 
 def test_ranks_are_put_on_one_node_else_apart_and_outlive_the_loss_of_nodes(
