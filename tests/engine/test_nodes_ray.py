@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ray.util.placement_group import remove_placement_group
 
-from ratoon.cluster.placement import find_group, look_at_nodes
+from ratoon.cluster.placement import find_group, free_gpus_by_node, look_at_nodes
 from ratoon.engine.client import EngineClient
 from ratoon.engine.engine import Engine
 from ratoon.engine.types import Operation
@@ -113,6 +113,7 @@ async def _shared_by_node(nodes: Nodes) -> None:
     digests = [await _update(client, "one", seq) for seq in range(1, 4)]
     await done(client, await client.call(Engine.delete_policy, "one"))
     nodes.kill(wide)
+    await until(lambda: not free_gpus_by_node())
     for _ in range(2):
         nodes.add(2)
     with pytest.raises(RatoonError, match=r"3 of each of 2 nodes or 2 of each of 3 nodes.*2, 2"):
