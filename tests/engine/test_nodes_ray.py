@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ray.util.placement_group import remove_placement_group
 
-from ratoon.cluster.placement import find_group, look_at_nodes
+from ratoon.cluster.placement import find_group, free_gpus_by_node, look_at_nodes
 from ratoon.engine.client import EngineClient
 from ratoon.engine.engine import Engine
 from ratoon.engine.types import Operation
@@ -74,21 +74,28 @@ async def _placed_and_lost(nodes: Nodes) -> None:
     assert first != second
     remove_placement_group(taken)
     assert await _update(client, "apart", 1) == digests[0]
-    assert len(nodes.ranks(second)) == 1
+
+    (rank,) = nodes.ranks(second)
+    running = await _submit(client, "apart", 2)
+    rank.kill()
+    await done(client, running)
+    assert await _digest(client, "apart") == digests[1]
+    assert nodes.of_policy("apart") == [first, second]
 
     nodes.kill(second)
-    assert await _update(client, "apart", 2) == digests[1]
+    assert await _update(client, "apart", 3) == digests[2]
     assert nodes.of_policy("apart") == [first, first]
 
     # The worker's own now, and there is no other. Refused once, the policy goes on asking for GPUs.
     nodes.kill(first)
-    waiting = await _submit(client, "apart", 3)
+    waiting = await _submit(client, "apart", 4)
     await until(lambda: find_group("apart") is None)
     assert not (await client.call(Engine.get_operation, waiting.operation_id, 0.0)).state.is_final
     assert (await client.call(Engine.policy, "apart")).state is PolicyState.READY
     nodes.add(2)
     await done(client, waiting)
-    assert await _digest(client, "apart") == digests[2]
+    assert await _digest(client, "apart") == digests[3]
+    assert (await client.call(Engine.policy, "apart")).version == 4
 
 
 def test_ranks_are_put_on_one_node_else_apart_and_outlive_the_loss_of_nodes(
@@ -106,6 +113,7 @@ async def _shared_by_node(nodes: Nodes) -> None:
     digests = [await _update(client, "one", seq) for seq in range(1, 4)]
     await done(client, await client.call(Engine.delete_policy, "one"))
     nodes.kill(wide)
+    await until(lambda: not free_gpus_by_node())
     for _ in range(2):
         nodes.add(2)
     with pytest.raises(RatoonError, match=r"3 of each of 2 nodes or 2 of each of 3 nodes.*2, 2"):
