@@ -79,7 +79,7 @@ _ONLY = {
     "add gradients": ("weights", "gradients", "experts"),
     "exchange tokens": ("sequence",),
 }
-# A copy may wait for `_SILENCE_S`, a pass that was stopped for ten minutes: what ends sooner was told.
+# A copy may wait for `_SILENCE_S`, a stopped pass for ten minutes: what ends sooner was told.
 # A new worker is a start of two processes, on a machine that is busy with others.
 _SILENCE_S, _TOLD_S, _RUN_AGAIN_S = 300.0, 60.0, 150.0
 
