@@ -75,7 +75,7 @@ def test_all_that_make_it_are_of_one_worker(
 def test_a_service_and_a_cluster_end_with_their_tests(
     file: str, next_file: str, ends: bool
 ) -> None:
-    """They took a seventh of a core until all other tests were through."""
+    """They took a fifth of a core until all other tests were through."""
     run: list[object] = []
     ihook = SimpleNamespace(pytest_runtest_protocol=lambda **how: not run.append(how))
     item, following = (
