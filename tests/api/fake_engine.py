@@ -53,6 +53,7 @@ from ratoon.engine.types import (
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import Change
 from ratoon.model.spec import ModelInfo, ModelSpec
+from ratoon.rollout.serial import batch_digest
 from ratoon.sampler.port import BaseFacts, Weights
 from ratoon.stream.manifest import WeightManifest
 from ratoon_proto import types
@@ -194,6 +195,10 @@ class FakeEngine(EngineClient):
     async def submit(self, submission: Submission) -> Operation:
         self.has_submission.set()
         await asyncio.sleep(self.submit_delay_s)
+        # As the client that it stands for.
+        body = bytes(submission.body)
+        if body:
+            submission = replace(submission.named(batch_digest(body)), body=body)
         known = self._known(submission)
         if known is not None:
             return known

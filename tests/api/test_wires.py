@@ -130,7 +130,7 @@ async def test_update_reaches_the_engine_complete(api: Api, wire_name: str) -> N
     assert command.optim.tensor_grad_norms
     assert command.optim.divide_by is None
     assert command.expected_version == 0
-    batch = batch_from_bytes(bytes(submission.body))
+    batch = batch_from_bytes(submission.body)
     assert batch.group_ids == ("group-0", "group-1")
     assert batch.prompt_tokens.tolist() == [1, 2, 3, 1, 2, 3]
     assert batch.response_tokens.tolist() == [4, 5, 6, 4, 6, 6]

@@ -129,7 +129,7 @@ def _sealed(header: bytes, arrays: bytes, *, header_size: int | None = None) -> 
     return body + xxhash.xxh3_128_digest(body)
 
 
-def _parts(data: memoryview) -> tuple[dict[str, Any], bytes]:
+def _parts(data: bytes) -> tuple[dict[str, Any], bytes]:
     _, _, size = _PREFIX.unpack_from(data)
     start = _PREFIX.size + size
     return json.loads(bytes(data[_PREFIX.size : start])), bytes(data[start + -start % 8 : -16])
