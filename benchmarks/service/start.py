@@ -134,7 +134,7 @@ def _policy(
     """A policy's creation and its first two updates, the second of which has the self-check."""
     options = {"model_folder": MODEL, "dtype": plan.dtype, "seed": seed, "recovery": "replay"}
     begin = time.monotonic()
-    client.create_policy(POLICY, **(options | KINDS[kind])).result(PATIENCE_S)
+    client.create_policy(POLICY, **{**options, **KINDS[kind]}).result(PATIENCE_S)
     create_s = time.monotonic() - begin
     reports: list[StepReport] = []
     seconds: list[float] = []
