@@ -132,10 +132,9 @@ def _policy(
     plan: Plan, client: RatoonClient, kind: str, seed: int, log: Path, logged: int
 ) -> dict[str, Any]:
     """A policy's creation and its first two updates, the second of which has the self-check."""
-    options: dict[str, Any] = {"model_folder": MODEL, "dtype": plan.dtype, "seed": seed}
-    options["recovery"] = "replay"
+    options = {"model_folder": MODEL, "dtype": plan.dtype, "seed": seed, "recovery": "replay"}
     begin = time.monotonic()
-    client.create_policy(POLICY, **options, **KINDS[kind]).result(PATIENCE_S)
+    client.create_policy(POLICY, **{**options, **KINDS[kind]}).result(PATIENCE_S)
     create_s = time.monotonic() - begin
     reports: list[StepReport] = []
     seconds: list[float] = []

@@ -187,12 +187,12 @@ class Trainer:
 
     @property
     def is_compiling(self) -> bool:
-        """Whether something is being compiled ahead."""
+        """Whether this process is compiling something ahead."""
         return self.ranks.own.is_compiling
 
     def await_compiler(self) -> None:
-        """Wait for what is being compiled; nothing more is compiled ahead."""
-        self.ranks.all(Rank.await_compiler)
+        """Wait for what this process compiles ahead; nothing more is then."""
+        self.ranks.own.await_compiler()
 
     def limit_activations(self) -> None:
         """Lend the GPU's free memory to activations; later plans stay within it.
