@@ -52,8 +52,9 @@ _SUMS_OF_WIDE_DQ: Final = {"STSM": 4 * 5}
 # forward has two: in its loop, and before or behind it. The backward has four: two stages, times
 # the first step of a piece and the others; of dQ, a step late, stages times the others and the end.
 # All copies are counted, so that no product can disappear or fall back to other instructions
-# unseen. Of wide heads the consumers have a product of logits and one of gradients each. REDG adds
-# 16 bytes of a thread: 64 dimensions of dQ take 10. UTMASTG stores 64 channels.
+# unseen. With 192 dimensions dQ has the consumer's own 64 and the last. With 256 the consumers have
+# a product of logits and one of gradients each, and REDG adds 16 bytes of a thread: 64 dimensions
+# of dQ take 10. UTMASTG stores 64 channels.
 GATES: tuple[Gate, ...] = (
     Gate(
         entry="tree_attention_forward",
@@ -131,17 +132,17 @@ GATES: tuple[Gate, ...] = (
         entry="tree_attention_backward",
         defines={"HEAD_DIM": 192, "WITH_DQ": 0},
         max_registers=168,
-        min_opcodes={"HGMMA": 4 * (12 + 8 + 5 + 5), **_LOADS_OF_BACKWARD},
+        min_opcodes={"HGMMA": 4 * (12 + 8 + 3 + 3), **_LOADS_OF_BACKWARD},
     ),
     Gate(
         entry="tree_attention_backward",
         defines={"HEAD_DIM": 192, "WITH_DQ": 1},
         max_registers=168,
         min_opcodes={
-            "HGMMA": 4 * (12 + 8 + 5 + 5 + 3 * 4),
-            "REDG": 4 * 3 * 10,
+            "HGMMA": 4 * (12 + 8 + 3 + 3 + 2 * 8),
             **_LOADS_OF_BACKWARD,
-            **_SUMS_OF_WIDE_DQ,
+            "STSM": 4 * 3,
+            "UBLKRED": 4,
         },
     ),
     Gate(

@@ -22,8 +22,8 @@ class Twin:
     `counts` of both are int64 [Q, key tiles * tile_size].
     """
 
-    def __init__(self, table: IntArray, header: ScheduleHeader, *, tile: int, back: int) -> None:
-        self.table, self.header, self.tile, self.back = table, header, tile, back
+    def __init__(self, table: IntArray, header: ScheduleHeader, *, tile: int, step: int) -> None:
+        self.table, self.header, self.tile, self.step = table, header, tile, step
         end = self.rows(header.end, 1)[:, 0]
         q = np.arange(header.num_queries)[:, None]
         k = np.arange(len(end))[None, :]
@@ -31,9 +31,9 @@ class Twin:
         self.is_windowed = header.start.count > 0
         if self.is_windowed:
             start = self.rows(header.start, 1)[:, 0]
-            for rows in (tile, back):
-                num_tiles = -(-header.num_queries // rows)
-                assert len(start) >= num_tiles * rows, "tiles are copied whole"
+            num_tiles = -(-header.num_queries // tile)
+            assert len(start) >= num_tiles * tile, "tiles are copied whole"
+            self.num_starts = len(start)
             self.is_attended &= k >= start[: header.num_queries, None]
 
     def rows(self, section: Section, width: int) -> IntArray:
@@ -50,7 +50,10 @@ class Twin:
             walked = [tile for run in runs[begin:stop] for tile in _tiles_of_run(*run)]
             assert len(walked) == num_tiles
             for key_tile, is_full in walked:
-                self._compute(counts, query_tile * self.tile, self.tile, key_tile, is_full)
+                first = query_tile * self.tile
+                self._compute(counts, first, self.tile, key_tile, is_full)
+                reached = counts[first : first + self.tile, self._columns(key_tile)]
+                assert not self.is_windowed or reached.any(), "what is out of reach is left out"
         num_query_tiles = -(-self.header.num_queries // self.tile)
         assert sorted(written) == list(range(num_query_tiles)), "every output row is written once"
         return counts
@@ -83,9 +86,10 @@ class Twin:
             assert -1 <= slot < level.num_slots
             assert zero == 0
             piece = np.zeros(shape, np.int64)
-            for query_tile in range(start, stop):
-                is_full = full_start <= query_tile < full_stop
-                self._compute(piece, query_tile * self.back, self.back, key_tile, is_full)
+            for row in range(start, stop, self.step):
+                is_full = full_start <= row and row + self.step <= full_stop
+                assert not self.is_windowed or row + self.step <= self.num_starts
+                self._compute(piece, row, self.step, key_tile, is_full)
             columns = self._columns(key_tile)
             if slot < 0:
                 whole.append(key_tile)
@@ -114,8 +118,7 @@ class Twin:
         assert first_row < self.header.num_queries
         attended = self.is_attended[rows, columns]
         assert attended.shape[1] == self.tile
-        assert not self.is_windowed or attended.any(), "a tile pair out of reach is left out"
-        # A range of query tiles under a window tells only its first full ones.
+        # A range of query rows under a window tells only its first full tiles.
         assert is_full or not attended.all() or self.is_windowed, "a full tile pair needs no mask"
         counts[rows, columns] += True if is_full else attended
 

@@ -9,7 +9,7 @@ import pytest
 
 from ratoon_kernels import Span
 from ratoon_kernels.schedule import (
-    BACKWARD_QUERY_TILE,
+    BACKWARD_STRIDE,
     SPLIT_KV_HEADS,
     TILE_SIZE,
     Schedule,
@@ -17,6 +17,7 @@ from ratoon_kernels.schedule import (
     Section,
     build_schedule,
 )
+from ratoon_kernels.tree_attention.cuda_specs import BACKWARD_QUERIES
 from tests.kernels.forests import NAMED, Forest, comb, forest_from, random_forests, star
 from tests.kernels.schedule_twin import IntArray, Twin, random_spans
 from tests.work_units import rows
@@ -24,13 +25,14 @@ from tests.work_units import rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Queries and keys of a forest on grids of their own."""
+    """Queries and keys of a forest on a grid of their own, swept by steps of each of some sizes."""
 
     forest: Forest
     queries: Span
     keys: Span
     tile: int
-    back: int
+    stride: int
+    steps: tuple[int, ...]
     window: int | None = None
 
     def schedule(self) -> Schedule:
@@ -38,28 +40,37 @@ class Case:
         window = None if self.window is None else layout.window(self.window)
         return build_schedule(
             layout.end_T.numpy(), self.queries, self.keys, window,
-            tile_size=self.tile, backward_query_tile=self.back,
+            tile_size=self.tile, stride=self.stride,
         )  # fmt: skip
 
     def check_pairs(self, table: IntArray, header: ScheduleHeader) -> None:
         """The forward and each split of the backward compute what the dense mask holds."""
-        twin = Twin(table, header, tile=self.tile, back=self.back)
+        twin = Twin(table, header, tile=self.tile, step=self.steps[0])
         padding = -len(self.keys) % self.tile
         rows, columns = slice(self.queries.start, self.queries.stop), slice(*_ends(self.keys))
         expected = np.pad(self.forest.mask(self.window)[rows, columns], ((0, 0), (0, padding)))
         np.testing.assert_array_equal(twin.forward(), expected)
-        for level in header.levels:
-            np.testing.assert_array_equal(twin.backward(level), expected)
-        np.testing.assert_array_equal(twin.backward_with_dq(), expected)
+        for step in self.steps:
+            twin = Twin(table, header, tile=self.tile, step=step)
+            for level in header.levels:
+                np.testing.assert_array_equal(twin.backward(level), expected)
+            np.testing.assert_array_equal(twin.backward_with_dq(), expected)
 
 
 def _ends(span: Span) -> tuple[int, int]:
     return span.start, span.stop
 
 
-def _whole(forest: Forest, tile: int, back: int) -> Case:
+def _whole(forest: Forest, tile: int, step: int) -> Case:
     tokens = Span(0, forest.num_tokens)
-    return Case(forest=forest, queries=tokens, keys=tokens, tile=tile, back=back)
+    return Case(forest=forest, queries=tokens, keys=tokens, tile=tile, stride=step, steps=(step,))
+
+
+def _of_the_kernels(forest: Forest) -> Case:
+    steps = tuple(sorted(set(BACKWARD_QUERIES.values())))
+    assert all(BACKWARD_STRIDE % step == 0 for step in steps), "a cut leaves part of a step"
+    assert max(steps) <= TILE_SIZE, "a step past the end of a range reaches the next one"
+    return replace(_whole(forest, TILE_SIZE, 1), stride=BACKWARD_STRIDE, steps=steps)
 
 
 def _check_order(schedule: Schedule) -> None:
@@ -73,24 +84,24 @@ def _check_order(schedule: Schedule) -> None:
         assert pieces == sorted(pieces, key=lambda piece: (piece[1] - piece[2], piece[:2]))
 
 
-def _check_splits(schedule: Schedule, back: int) -> None:
+def _check_splits(schedule: Schedule, stride: int) -> None:
     """The rule of the splits, one key tile and one cap at a time."""
     tile, num_key_tiles = schedule.tiles.tile_size, len(schedule.end) // schedule.tiles.tile_size
     lengths: list[int] = []
     for j in range(num_key_tiles):
-        first_row = max(0, j * tile - schedule.delta)
+        first_row = max(0, j * tile - schedule.delta) // 8 * 8
         last_row = int(schedule.end[j * tile : (j + 1) * tile].max()) - 1
-        is_swept = first_row < schedule.num_queries and last_row >= 0
-        lengths.append(last_row // back - first_row // back + 1 if is_swept else 0)
+        is_swept = max(0, j * tile - schedule.delta) <= last_row
+        lengths.append(-(-(last_row + 1 - first_row) // stride) if is_swept else 0)
     for heads, level in zip(SPLIT_KV_HEADS, schedule.levels, strict=True):
-        cap = max(4, -(-heads * sum(lengths) // (132 * 8)))
+        cap = max(1, -(-heads * sum(lengths) // (132 * 8)))
         while sum(-(-n // cap) for n in lengths if n > cap) > num_key_tiles:
             cap += 1
         pieces = level.pieces.tolist()
         assert level.num_slots <= num_key_tiles
         for j, length in enumerate(lengths):
             own = sorted(piece[1:4] for piece in pieces if piece[0] == j)
-            sizes = [stop - start for start, stop, _ in own]
+            sizes = [-(-(stop - start) // stride) for start, stop, _ in own]
             assert len(own) == -(-length // cap)
             assert sum(sizes) == length
             assert not own or max(sizes) - min(sizes) <= 1
@@ -106,9 +117,12 @@ def _check(case: Case) -> Schedule:
     table, header = schedule.pack()
     assert ScheduleHeader.from_tensor(header.to_tensor()) == header
     case.check_pairs(table, header)
+    if case.stride % 8 == 0:
+        for work in (schedule.sweep, *schedule.levels):
+            assert not (work.pieces[:, 1] % 8).any(), "the kernels keep eight rows together"
     _check_order(schedule)
     if case.window is None:
-        _check_splits(schedule, case.back)
+        _check_splits(schedule, case.stride)
     return schedule
 
 
@@ -128,8 +142,8 @@ def test_every_attended_pair_is_computed_once_on_random_forests(
     rng = np.random.default_rng(seed)
     num_split = num_raised = 0
     for forest in random_forests(seed, count, max_nodes, max_length):
-        tile, back = (int(x) for x in rng.integers(1, 9, 2))
-        case = _whole(forest, tile, back)
+        tile, step = (int(x) for x in rng.integers(1, 9, 2))
+        case = _whole(forest, tile, step)
         schedule = _check(case)
         num_split += len(schedule.levels[-1].split_tiles) > 0
         num_raised += any(level.num_slots == len(schedule.end) // tile for level in schedule.levels)
@@ -143,8 +157,7 @@ def test_every_attended_pair_is_computed_once_on_random_forests(
 @pytest.mark.parametrize("name", NAMED)
 def test_every_attended_pair_is_computed_once_on_named_forests(name: str) -> None:
     rng = np.random.default_rng(0)
-    for tile, back in ((TILE_SIZE, BACKWARD_QUERY_TILE), (16, 10)):
-        case = _whole(NAMED[name], tile, back)
+    for case in (_of_the_kernels(NAMED[name]), _whole(NAMED[name], 16, 10)):
         _check(case)
         for _ in range(4):
             queries, keys = random_spans(rng, case.forest.num_tokens)
@@ -163,7 +176,7 @@ REAL_SIZES: dict[str, Forest] = {
 @pytest.mark.parametrize("name", REAL_SIZES)
 def test_every_attended_pair_is_computed_once_on_the_kernels_own_grid(name: str) -> None:
     rng = np.random.default_rng(1)
-    case = _whole(REAL_SIZES[name], TILE_SIZE, BACKWARD_QUERY_TILE)
+    case = _of_the_kernels(REAL_SIZES[name])
     _check(case)
     for _ in range(6):
         queries, keys = random_spans(rng, case.forest.num_tokens)
@@ -184,9 +197,9 @@ def test_every_pair_within_a_window_is_computed_once_on_random_forests(
     rng = np.random.default_rng(seed)
     num_cut = num_branched = 0
     for forest in random_forests(seed, count, max_nodes, max_length):
-        tile, back = (int(x) for x in rng.integers(1, 9, 2))
+        tile, step = sorted(map(int, rng.integers(1, 9, 2)), reverse=True)
         longest = int(forest.mask().sum(axis=1).max())
-        case = replace(_whole(forest, tile, back), window=int(rng.integers(1, longest + 2)))
+        case = replace(_whole(forest, tile, step), window=int(rng.integers(1, longest + 2)))
         schedule = _check(case)
         assert case.window is not None
         assert (len(schedule.start) > 0) == (case.window < longest)
@@ -204,7 +217,7 @@ def test_every_pair_within_a_window_is_computed_once_on_the_kernels_own_grid(
     name: str, window: int
 ) -> None:
     rng = np.random.default_rng(1)
-    case = replace(_whole(REAL_SIZES[name], TILE_SIZE, BACKWARD_QUERY_TILE), window=window)
+    case = replace(_of_the_kernels(REAL_SIZES[name]), window=window)
     _check(case)
     for _ in range(2):
         queries, keys = random_spans(rng, case.forest.num_tokens)
@@ -226,7 +239,7 @@ def test_a_window_of_128_over_16k_is_little_work() -> None:
 
 
 def _num_pairs(schedule: Schedule) -> tuple[int, int]:
-    """Tile pairs of the forward and of the backward with dQ."""
+    """Tile pairs of the forward, and query rows that the backward with dQ sweeps."""
     pieces = schedule.sweep.pieces
     return int(schedule.forward_items[:, 3].sum()), int((pieces[:, 2] - pieces[:, 1]).sum())
 
@@ -235,7 +248,7 @@ def test_fewer_kv_heads_are_cut_finer() -> None:
     """On a forest of so much work that no level's cap is raised to the same by its slots."""
     case = _whole(star(16, 120, 30), 8, 4)
     schedule = case.schedule()
-    _check_splits(schedule, case.back)
+    _check_splits(schedule, case.stride)
     longest = [int((level.pieces[:, 2] - level.pieces[:, 1]).max()) for level in schedule.levels]
     assert longest == sorted(longest, reverse=True)
     assert len(set(longest)) == len(SPLIT_KV_HEADS)
@@ -281,11 +294,11 @@ def test_queries_that_attend_nothing_are_items_without_tiles(queries: Span, keys
     assert all(len(level.pieces) == 0 for level in schedule.levels)
 
 
-def _edit(column: int, change: int) -> Callable[[IntArray], IntArray]:
-    """Edits a column of the backward's pieces of the last level."""
+def _edit(column: int, num_steps: int) -> Callable[[IntArray], IntArray]:
+    """Edits a column of the backward's pieces of the last level by steps of five rows."""
 
     def edit(pieces: IntArray) -> IntArray:
-        pieces[:, column] += change
+        pieces[:, column] += 5 * num_steps
         return pieces
 
     return edit
@@ -312,7 +325,7 @@ def test_the_twin_finds_a_wrong_piece(edit: Callable[[IntArray], IntArray]) -> N
     table, header = case.schedule().pack()
     assert header.levels[-1].num_slots > 0
     case.check_pairs(table, header)
-    pieces = Twin(table, header, tile=8, back=5).rows(header.levels[-1].pieces, 8)
+    pieces = Twin(table, header, tile=8, step=5).rows(header.levels[-1].pieces, 8)
     pieces[:] = edit(pieces.copy())
     with pytest.raises(AssertionError):
         case.check_pairs(table, header)
@@ -331,7 +344,7 @@ def test_the_twin_finds_a_wrong_delta(delta: int) -> None:
 def test_the_twin_finds_a_wrong_run(row: int) -> None:
     case = _whole(star(70, 4, 24), 8, 5)
     table, header = case.schedule().pack()
-    runs = Twin(table, header, tile=8, back=5).rows(header.runs, 2)
+    runs = Twin(table, header, tile=8, step=5).rows(header.runs, 2)
     runs[-1 - row, 1] ^= 1
     with pytest.raises(AssertionError):
         case.check_pairs(table, header)

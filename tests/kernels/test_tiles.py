@@ -64,7 +64,7 @@ def _kinds_by_sweeps(sweeps: Sweeps, num_query_tiles: int) -> Kinds:
 
 def _check(forest: Forest, queries: Span, keys: Span, size: int, query_size: int) -> None:
     end = forest.layout().end_T.numpy()
-    schedule = build_schedule(end, queries, keys, tile_size=size, backward_query_tile=query_size)
+    schedule = build_schedule(end, queries, keys, tile_size=size)
     kinds = _kinds_by_formula(forest, queries, keys, size, size)
     np.testing.assert_array_equal(_kinds_by_runs(schedule.tiles, kinds.shape[1]), kinds)
     for rows in (size, query_size):

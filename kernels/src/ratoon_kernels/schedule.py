@@ -28,27 +28,30 @@ from ratoon_kernels.tiles import (
     TileTable,
     build_tile_table,
     reduce_key_tiles,
-    sweep_query_tiles,
+    sweep_query_rows,
 )
-from ratoon_kernels.windows import Window, pair_tiles, sweeps_of_pairs, table_of_pairs
+from ratoon_kernels.windows import Window, pair_tiles, table_of_pairs
 
 TILE_SIZE: Final = 128
-# Rows of a query tile of the backward: 64 x 128 is bound by shared memory, 80 x 128 is balanced.
-BACKWARD_QUERY_TILE: Final = 80
-# The backward with dQ goes through the queries in windows of at most this many tiles: Q, dO and
-# fp32 dQ of one, for the four query heads of a kv head, are 8 MB, and stay in an H200's L2 cache
-# while all key tiles pass over them.
-_MAX_WINDOW: Final = 24
+# Query rows of a stride of the backward: three steps of a kernel that takes 80 rows at a time, or
+# five of one that takes 48. A sweep is cut between strides, so no cut leaves part of a step.
+BACKWARD_STRIDE: Final = 240
+# The backward with dQ goes through the queries in windows of at most this many strides: Q, dO and
+# fp32 dQ of one, for four query heads of 128, are 8 MB, and stay in an H200's L2 cache while all
+# key tiles pass over them.
+_MAX_WINDOW: Final = 8
 # Nor do windows exceed this part of the forest, so that no piece outlasts the others; but below the
 # least, adding up dK and dV costs more than it brings.
 _WINDOW_PART: Final = 128
-_MIN_WINDOW: Final = 8
+_MIN_WINDOW: Final = 2
+# The kernels keep eight query rows together.
+_ROWS_TOGETHER: Final = 8
 # In the deterministic backward a key tile is split when it holds more than an eighth of the mean
 # work of one of an H200's SMs: with pieces no longer than that, longest first leaves SMs idle for a
 # few percent of the time.
 _PIECES_IN_FLIGHT: Final = 132 * 8
-# Below this a piece costs more to start and to add up than it takes off the longest.
-_MIN_PIECE: Final = 4
+# Below this many strides a piece costs more to start and to add up than it takes off the longest.
+_MIN_PIECE: Final = 1
 # Sections start at 16 bytes, so that kernels read rows of 4 and 8 as vectors.
 _ALIGNMENT: Final = 4
 # The numbers of kv heads that the splits of the backward are cut for, most heads first.
@@ -163,12 +166,14 @@ class WorkList:
     """The work of a backward: pieces of key tiles, and which key tiles are cut.
 
     Attributes:
-        pieces: int32 [P, 8]; key tile, query tiles [start, stop) that the piece sweeps, its slot or
-            -1 where the key tile is whole, query tiles [full_start, full_stop) that need no mask
-            (not cut to the piece, maybe empty), 0, 0. The deterministic backward's are longest
-            first. Those of the backward with dQ are in the order of the windows of queries that
-            they begin in, then of their key tiles; column 6 of row i is the index of the i-th
-            longest piece, and all pieces of a split key tile share one slot.
+        pieces: int32 [P, 8]; key tile, query rows [start, stop) that the piece sweeps, its slot or
+            -1 where the key tile is whole, query rows [full_start, full_stop) that need no mask
+            (not cut to the piece, maybe empty), 0, 0. A kernel takes whole steps from `start` on;
+            the last one may reach past `stop`, but only to queries that attend no key of the tile.
+            The deterministic backward's are longest first. Those of the backward with dQ are in the
+            order of the windows of queries that they begin in, then of their key tiles; column 6 of
+            row i is the index of the i-th longest piece, and all pieces of a split key tile share
+            one slot.
         split_tiles: int32 [number of split key tiles, 4]; key tile, first slot, number of slots, 0.
     """
 
@@ -196,7 +201,7 @@ class Schedule:
         forward_items: int32 [number of query tiles, 4]; query tile, runs [start, stop), number of
             key tiles, which may be 0.
         start: int32; the first key row that each query row attends, clipped to [0, S], with zeros
-            behind that make whole tiles of either grid of queries. Empty without a window.
+            behind for whole tiles and steps. Empty without a window.
         sweep: The backward with dQ.
         levels: The deterministic backward, cut for each number of kv heads in `SPLIT_KV_HEADS`.
     """
@@ -251,7 +256,7 @@ def build_schedule(
     window: Window | None = None,
     *,
     tile_size: int = TILE_SIZE,
-    backward_query_tile: int = BACKWARD_QUERY_TILE,
+    stride: int = BACKWARD_STRIDE,
 ) -> Schedule:
     """Builds the work lists of a range of queries against a range of keys.
 
@@ -261,7 +266,7 @@ def build_schedule(
         keys: Packed range of the keys.
         window: What cuts the keys of each query, if anything does.
         tile_size: Rows of the forward's tiles and of the backward's key tiles.
-        backward_query_tile: Rows of the backward's query tiles.
+        stride: Query rows between which the backward's sweeps may be cut.
     """
     num_queries, num_keys = len(queries), len(keys)
     end = np.zeros(-(-num_keys // tile_size) * tile_size, np.int32)
@@ -272,14 +277,13 @@ def build_schedule(
     key_tiles = reduce_key_tiles(end, size=tile_size, num_queries=num_queries, delta=delta)
     if window is None:
         tiles = build_tile_table(key_tiles)
-        sweeps = sweep_query_tiles(key_tiles, backward_query_tile)
+        sweeps = sweep_query_rows(key_tiles, _ROWS_TOGETHER)
         start = np.zeros(0, np.int32)
     else:
-        grids = (tile_size, backward_query_tile)
-        pairs, backward_pairs = (pair_tiles(window, queries, keys, key_tiles, n) for n in grids)
+        pairs = pair_tiles(window, queries, keys, key_tiles, tile_size)
         tiles = table_of_pairs(pairs, tile_size, num_queries)
-        sweeps = sweeps_of_pairs(backward_pairs)
-        start = np.zeros(max(-(-num_queries // n) * n for n in grids), np.int32)
+        sweeps = tiles.sweeps.in_rows(tile_size, num_queries)
+        start = np.zeros(-(-num_queries // tile_size) * tile_size + stride, np.int32)
         first_key = window.start_T[queries.start : queries.stop] - keys.start
         start[:num_queries] = np.clip(first_key, 0, num_keys)
     num_run_tiles = tiles.run_stop - tiles.run_start
@@ -294,8 +298,8 @@ def build_schedule(
         runs=runs.astype(np.int32),
         forward_items=_forward_items(tiles, num_run_tiles),
         start=start,
-        sweep=_sweep_list(sweeps, num_key_tiles),
-        levels=_split_levels(sweeps, num_key_tiles),
+        sweep=_sweep_list(sweeps, num_key_tiles, stride),
+        levels=_split_levels(sweeps, num_key_tiles, stride),
     )
 
 
@@ -307,48 +311,57 @@ def _forward_items(tiles: TileTable, num_run_tiles: Int64Array) -> Int32Array:
     return items[_longest_first(num_tiles)].astype(np.int32)
 
 
-def _sweep_list(sweeps: Sweeps, num_key_tiles: int) -> WorkList:
-    start, length = sweeps.start_B, sweeps.stop_B - sweeps.start_B
+def _sweep_list(sweeps: Sweeps, num_key_tiles: int, stride: int) -> WorkList:
+    start, length = sweeps.start_B // stride, _num_strides(sweeps, stride)
     size = min(_MAX_WINDOW, max(_MIN_WINDOW, int(length.sum()) // _WINDOW_PART))
     # A sweep that is little longer than a window is not worth a slot.
     is_cut = length > size + size // 2
     first_window = start // size
-    last_window = np.where(is_cut, (sweeps.stop_B - 1) // size, first_window)
+    last_window = np.where(is_cut, (start + length - 1) // size, first_window)
     num_pieces = np.where(length > 0, last_window - first_window + 1, 0)
     row = np.repeat(np.arange(len(length)), num_pieces)
     first_piece = np.cumsum(num_pieces) - num_pieces
     window = first_window[row] + np.arange(len(row)) - first_piece[row]
     order = np.lexsort((row, window))
     row, window = row[order], window[order]
-    stop = np.where(
-        is_cut[row], np.minimum(sweeps.stop_B[row], (window + 1) * size), sweeps.stop_B[row]
+    begin = np.maximum(window * size - start[row], 0)
+    end = np.where(
+        is_cut[row], np.minimum((window + 1) * size - start[row], length[row]), length[row]
     )
     is_split = _pieces_of_keys(sweeps, num_pieces, num_key_tiles) > 1
     first_slot = np.cumsum(is_split) - 1
     slot = np.where(is_split, first_slot, -1)[sweeps.key_B[row]]
-    pieces = _pieces(sweeps, row, np.maximum(start[row], window * size), stop, slot)
+    pieces = _pieces(sweeps, row, begin, end, slot, stride)
     pieces[:, 6] = _longest_first(pieces[:, 2] - pieces[:, 1])
     return WorkList(pieces=pieces, split_tiles=_split_tiles(is_split, first_slot, is_split))
 
 
-def _split_levels(sweeps: Sweeps, num_key_tiles: int) -> tuple[WorkList, ...]:
-    length = sweeps.stop_B - sweeps.start_B
-    total = int(length.sum())
+def _num_strides(sweeps: Sweeps, stride: int) -> Int64Array:
+    return -(-(sweeps.stop_B - sweeps.start_B) // stride)
+
+
+def _split_levels(sweeps: Sweeps, num_key_tiles: int, stride: int) -> tuple[WorkList, ...]:
+    total = int(_num_strides(sweeps, stride).sum())
     caps = [
-        _raise_cap(sweeps, num_key_tiles, max(_MIN_PIECE, -(-heads * total // _PIECES_IN_FLIGHT)))
+        _raise_cap(
+            sweeps,
+            num_key_tiles,
+            stride,
+            max(_MIN_PIECE, -(-heads * total // _PIECES_IN_FLIGHT)),
+        )
         for heads in SPLIT_KV_HEADS
     ]
-    by_cap = {cap: _cut(sweeps, num_key_tiles, cap) for cap in set(caps)}
+    by_cap = {cap: _cut(sweeps, num_key_tiles, stride, cap) for cap in set(caps)}
     return tuple(by_cap[cap] for cap in caps)
 
 
-def _raise_cap(sweeps: Sweeps, num_key_tiles: int, cap: int) -> int:
+def _raise_cap(sweeps: Sweeps, num_key_tiles: int, stride: int, cap: int) -> int:
     """Returns the least cap, from the given one on, whose slots are no more than the key tiles.
 
     So the slots' memory is bounded by that of dK and dV in fp32. Under a window no cap may do that;
     then none cuts a range.
     """
-    length = sweeps.stop_B - sweeps.start_B
+    length = _num_strides(sweeps, stride)
 
     def slots_fit(cap: int) -> bool:
         of_keys = _pieces_of_keys(sweeps, _num_pieces(length, cap), num_key_tiles)
@@ -367,8 +380,8 @@ def _pieces_of_keys(sweeps: Sweeps, num_pieces: Int64Array, num_key_tiles: int) 
     return np.bincount(sweeps.key_B, num_pieces, minlength=num_key_tiles).astype(np.int64)
 
 
-def _cut(sweeps: Sweeps, num_key_tiles: int, cap: int) -> WorkList:
-    length = sweeps.stop_B - sweeps.start_B
+def _cut(sweeps: Sweeps, num_key_tiles: int, stride: int, cap: int) -> WorkList:
+    length = _num_strides(sweeps, stride)
     num_pieces = _num_pieces(length, cap)
     of_keys = _pieces_of_keys(sweeps, num_pieces, num_key_tiles)
     is_split = of_keys > 1
@@ -377,11 +390,11 @@ def _cut(sweeps: Sweeps, num_key_tiles: int, cap: int) -> WorkList:
     index = np.arange(len(row)) - (np.cumsum(num_pieces) - num_pieces)[row]
     num_slots = np.where(is_split, of_keys, 0)
     first_slot = np.cumsum(num_slots) - num_slots
-    start = sweeps.start_B[row] + index * length[row] // num_pieces[row]
-    stop = sweeps.start_B[row] + (index + 1) * length[row] // num_pieces[row]
+    begin = index * length[row] // num_pieces[row]
+    end = (index + 1) * length[row] // num_pieces[row]
     in_key = np.arange(len(row)) - (np.cumsum(of_keys) - of_keys)[key]
     slot = np.where(is_split[key], first_slot[key] + in_key, -1)
-    pieces = _pieces(sweeps, row, start, stop, slot)
+    pieces = _pieces(sweeps, row, begin, end, slot, stride)
     return WorkList(
         pieces=pieces[_longest_first(pieces[:, 2] - pieces[:, 1])],
         split_tiles=_split_tiles(is_split, first_slot, num_slots),
@@ -389,8 +402,16 @@ def _cut(sweeps: Sweeps, num_key_tiles: int, cap: int) -> WorkList:
 
 
 def _pieces(
-    sweeps: Sweeps, row: Int64Array, start: Int64Array, stop: Int64Array, slot: Int64Array
+    sweeps: Sweeps,
+    row: Int64Array,
+    begin: Int64Array,
+    end: Int64Array,
+    slot: Int64Array,
+    stride: int,
 ) -> Int32Array:
+    """Returns a piece for each of the rows of `sweeps`: its strides [begin, end)."""
+    first = sweeps.start_B[row]
+    start, stop = first + begin * stride, np.minimum(first + end * stride, sweeps.stop_B[row])
     pieces = np.zeros((len(row), 8), np.int32)
     full = (sweeps.full_start_B[row], sweeps.full_stop_B[row])
     pieces[:, :6] = np.stack((sweeps.key_B[row], start, stop, slot, *full), axis=1)

@@ -77,6 +77,16 @@ class Sweeps:
     full_start_B: Int64Array
     full_stop_B: Int64Array
 
+    def in_rows(self, tile_size: int, num_queries: int) -> "Sweeps":
+        """Returns the ranges in query rows instead of tiles, none of them past the last query."""
+        return Sweeps(
+            key_B=self.key_B,
+            start_B=self.start_B * tile_size,
+            stop_B=np.minimum(self.stop_B * tile_size, num_queries),
+            full_start_B=self.full_start_B * tile_size,
+            full_stop_B=self.full_stop_B * tile_size,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileTable:
@@ -143,6 +153,28 @@ def sweep_query_tiles(keys: KeyTiles, query_tile_size: int) -> Sweeps:
     return Sweeps(
         key_B=np.arange(len(start)),
         start_B=start,
+        stop_B=stop,
+        full_start_B=full_start,
+        full_stop_B=np.maximum(num_within, full_start),
+    )
+
+
+def sweep_query_rows(keys: KeyTiles, alignment: int) -> Sweeps:
+    """Finds the query rows that each key tile sweeps, from a multiple of `alignment` on.
+
+    Rows past the last query count as seen where that is.
+    """
+    first_key = np.arange(0, len(keys.min_end_B) * keys.size, keys.size)
+    first_row = np.maximum(first_key - keys.delta, 0)
+    stop = keys.max_end_B
+    all_seen_row = np.maximum(first_key + keys.size - 1 - keys.delta, 0)
+    full_start = np.minimum(all_seen_row, stop)
+    num_within = np.where(
+        keys.min_end_B == keys.num_queries, np.iinfo(np.int32).max, keys.min_end_B
+    )
+    return Sweeps(
+        key_B=np.arange(len(stop)),
+        start_B=np.where(first_row < stop, first_row // alignment * alignment, stop),
         stop_B=stop,
         full_start_B=full_start,
         full_stop_B=np.maximum(num_within, full_start),

@@ -24,9 +24,16 @@ STORE_ROWS: Final = 64
 # Rows of keys and values in one buffer of a kernel, by the size of queries and keys: a tile, or
 # half of one where shared memory or registers have no room for a whole one.
 FORWARD_KEYS: Final = {64: 128, 128: 128, 192: 128, 256: 64}
-BACKWARD_KEYS: Final = {64: 128, 128: 128, 192: 64, 256: 64}
-# Dimensions of dQ that a block of "backward_finish_queries" converts.
-FINISH_DIMS: Final = {64: 64, 128: 128, 192: 64, 256: 64}
+BACKWARD_KEYS: Final = {64: 128, 128: 128, 192: 128, 256: 64}
+QUERY_KEYS: Final = {64: 128, 128: 128, 192: 64, 256: 64}
+# Queries of a step of the backward: of a whole key tile, dK and dV of 192 and 128 dimensions leave
+# registers for logits of 48.
+BACKWARD_QUERIES: Final = {64: 80, 128: 80, 192: 48, 256: 80}
+# Queries that a block prepares or finishes, and dimensions that it finishes.
+ROW_BLOCK: Final = 64
+SLAB: Final = 64
+# Keys of a cut tile that a block finishes.
+FINISH_KEYS: Final = 16
 
 _MAP, _POINTER = Param.TENSOR_MAP, Param.POINTER
 _INT, _LONG, _FLOAT = Param.INT32, Param.INT64, Param.FLOAT32
@@ -36,15 +43,19 @@ _PARAMS: Final = {
     "forward": (_MAP,) * 4 + (_POINTER,) * 8 + (_INT,) * 5 + (_FLOAT,),
     "backward_prepare": (_ROWS, _ROWS, _POINTER, _LONG, _POINTER, _LONG)
     + (_POINTER,) * 3
-    + (_INT, _FLOAT),
-    "backward": (_MAP,) * 4 + ((_POINTER,) * 9 + (_LONG,) * 4 + (_INT,) * 7 + (_FLOAT,) * 2,),
+    + (_LONG, _POINTER, _INT, _FLOAT),
+    "backward": (_MAP,) * 4 + ((_POINTER,) * 9 + (_LONG,) * 4 + (_INT,) * 9 + (_FLOAT,) * 2,),
     "backward_queries": (_MAP,) * 5 + ((_POINTER,) * 7 + (_INT,) * 6 + (_FLOAT,) * 2,),
-    "backward_finish_queries": (_POINTER, _POINTER, _INT, _FLOAT),
+    "backward_finish_queries": (_POINTER, _POINTER, _INT, _INT, _FLOAT),
     "backward_finish_keys": (_POINTER,) * 4 + (_LONG,) * 4 + (_INT,) * 2,
 }
 
 
-_MASKING: Final = frozenset({"forward", "backward", "backward_queries"})
+_KEYS: Final = {
+    "forward": FORWARD_KEYS,
+    "backward": BACKWARD_KEYS,
+    "backward_queries": QUERY_KEYS,
+}
 
 
 def kernel_spec(
@@ -75,12 +86,11 @@ def kernel_spec(
     }
     if name != "backward_prepare":
         defines["PARTIAL"] = int(is_partial)
-    if name in _MASKING:
-        defines["KEYS"] = (FORWARD_KEYS if name == "forward" else BACKWARD_KEYS)[head_dim]
+    if name in _KEYS:
+        defines["KEYS"] = _KEYS[name][head_dim]
         defines["WINDOW"] = int(is_windowed)
-    if name.startswith("backward_finish"):
-        defines["FINISH_DIM"] = FINISH_DIMS[head_dim]
     if name == "backward":
+        defines["QUERY_STEP"] = BACKWARD_QUERIES[head_dim]
         defines["WITH_DQ"] = int(with_dq)
     file = "backward_finish" if name.startswith("backward_finish") else name
     return KernelSpec(

@@ -8,27 +8,29 @@ struct Consumer {
   const Problem& problem;
   uint32_t group;  // 0 or 1: keys [64 group, + 64) of the tile
   uint32_t n = 0;  // the step
-  float dk[HEAD_DIM / 2], dv[HEAD_DIM / 2];
+  float dk[HEAD_DIM / 2], dv[VALUE_DIM / 2];
 
-  // d += A B^T over the head dimension: A the own rows of a key tile, B a query tile.
+  // d += A B^T over DIM dimensions: A the own rows of a key tile, B a query tile.
+  template <int DIM>
   DEVICE void issue_logits(float (&d)[QUERY_STEP / 2], uint8_t* keys, uint8_t* queries) {
     const uint32_t a = descriptor(shared_address(keys) + group * CONSUMER_ROWS * ROW_BYTES, 0);
     const uint32_t b = descriptor(shared_address(queries), 0);
 #pragma unroll
-    for (int step = 0; step < HEAD_DIM / 16; ++step) {
-      const int in_half = (step % 4) * 32;
-      mma<QUERY_STEP, K_MAJOR, K_MAJOR>(d, advance(a, (step / 4) * TILE * ROW_BYTES + in_half),
-                                        advance(b, (step / 4) * STEP_HALF_BYTES + in_half), 1);
+    for (int step = 0; step < DIM / 16; ++step) {
+      const int in_slab = (step % 4) * 32;
+      mma<QUERY_STEP, K_MAJOR, K_MAJOR>(d, advance(a, (step / 4) * TILE * ROW_BYTES + in_slab),
+                                        advance(b, (step / 4) * STEP_HALF_BYTES + in_slab), 1);
     }
     mma_commit();
   }
 
   // d += operand B over the queries of a step.
-  DEVICE void issue_keys(float (&d)[HEAD_DIM / 2], const uint32_t* operand, uint8_t* queries) {
+  template <int COUNT>
+  DEVICE void issue_keys(float (&d)[COUNT], const uint32_t* operand, uint8_t* queries) {
     const uint32_t b = descriptor(shared_address(queries), STEP_HALF_BYTES);
 #pragma unroll
     for (int step = 0; step < QUERY_STEP / 16; ++step) {
-      mma<HEAD_DIM, MN_MAJOR>(d, operand + 4 * step, advance(b, step * 16 * ROW_BYTES), 1);
+      mma<2 * COUNT, MN_MAJOR>(d, operand + 4 * step, advance(b, step * 16 * ROW_BYTES), 1);
     }
     mma_commit();
   }
@@ -38,8 +40,10 @@ struct Consumer {
   DEVICE void sweep();
 #if WITH_DQ
   DEVICE void wait_ds(int stage) const;
-  DEVICE void issue_dq(float (&dq)[DQ_VALUES], int stage);
-  DEVICE void store_dq(const float (&dq)[DQ_VALUES], int stage);
+  DEVICE void issue_dq(float (&dq)[DQ_VALUES], uint32_t slab, int stage);
+  DEVICE void store_dq(const float (&dq)[DQ_VALUES], int buffer);
+  template <int STAGE>
+  DEVICE void finish_dq(float (&dq)[DQ_VALUES]);
   template <int STAGE>
   DEVICE void finish_last_dq();
 #endif
@@ -51,12 +55,15 @@ DEVICE void Consumer::wait_ds(int stage) const {
   barrier_wait(shared_address(&shared.ds_full[stage]), (n - 1) / 2 % 2);
 }
 
-// dQ^T = K^T dS^T of a step: this consumer's half of the dimensions, or of the queries.
-DEVICE void Consumer::issue_dq(float (&dq)[DQ_VALUES], int stage) {
+// dQ^T = K^T dS^T of a step and of 64 dimensions: a slab of K, of which there is one for either
+// consumer's half of the queries where there are no more.
+DEVICE void Consumer::issue_dq(float (&dq)[DQ_VALUES], uint32_t slab, int stage) {
   const uint32_t keys = shared_address(shared.k);
   const uint32_t ds = shared_address(shared.ds[stage]);
-  const uint32_t a = descriptor(HEAD_DIM == 128 ? keys + group * TILE * ROW_BYTES : keys, 0);
-  const uint32_t b = descriptor(HEAD_DIM == 128 ? ds : ds + group * DQ_COLUMNS * ROW_BYTES, 0);
+  const uint32_t a = descriptor(NUM_SLABS == 1 ? keys : keys + slab * TILE * ROW_BYTES, 0);
+  const uint32_t b = descriptor(NUM_SLABS == 1 ? ds + slab * DQ_COLUMNS * ROW_BYTES : ds, 0);
+  hold(dq);
+  mma_fence();
 #pragma unroll
   for (int i = 0; i < TILE / 16; ++i) {
     mma<DQ_COLUMNS, MN_MAJOR, K_MAJOR>(dq, advance(a, i * 16 * ROW_BYTES),
@@ -65,14 +72,31 @@ DEVICE void Consumer::issue_dq(float (&dq)[DQ_VALUES], int stage) {
   mma_commit();
 }
 
-// Hands dQ^T to the warp that adds it, as it lies in registers: four values of a thread together.
-DEVICE void Consumer::store_dq(const float (&dq)[DQ_VALUES], int stage) {
-  release(shared_address(&shared.ds_empty[stage]));
-  barrier_wait(shared_address(&shared.dq_empty[group]), n % 2);
-  const uint32_t base = shared_address(shared.dq[group]) + thread_in_group() * 16;
+// Stores dQ^T as it lies in registers: four values of a thread together.
+DEVICE void Consumer::store_dq(const float (&dq)[DQ_VALUES], int buffer) {
+  const uint32_t base = shared_address(shared.dq[group][buffer]) + thread_in_group() * 16;
 #pragma unroll
   for (int i = 0; i < DQ_VALUES / 4; ++i) {
     store_shared(base + i * WARPGROUP * 16, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+  }
+}
+
+// Hands dQ^T of the step before this one, whose product is the last in flight, to the warp that
+// adds it.
+template <int STAGE>
+DEVICE void Consumer::finish_dq(float (&dq)[DQ_VALUES]) {
+  const bool has_third = HAS_THIRD_SLAB && group == STAGE;
+  mma_wait<0>();
+  hold(dq);
+  if (!has_third) release(shared_address(&shared.ds_empty[STAGE]));
+  barrier_wait(shared_address(&shared.dq_empty[group]), n % 2);
+  store_dq(dq, 0);
+  if (has_third) {
+    issue_dq(dq, 2, STAGE);
+    mma_wait<0>();
+    hold(dq);
+    release(shared_address(&shared.ds_empty[STAGE]));
+    store_dq(dq, NUM_DQ_BUFFERS - 1);
   }
   fence_async_proxy();
   barrier_arrive(shared_address(&shared.dq_full[group]));
@@ -83,12 +107,8 @@ template <int STAGE>
 DEVICE void Consumer::finish_last_dq() {
   wait_ds(STAGE);
   float dq[DQ_VALUES];
-  hold(dq);
-  mma_fence();
-  issue_dq(dq, STAGE);
-  mma_wait<0>();
-  hold(dq);
-  store_dq(dq, STAGE);
+  issue_dq(dq, group, STAGE);
+  finish_dq<STAGE>(dq);
 }
 #endif
 
@@ -99,17 +119,17 @@ DEVICE void Consumer::step() {
   float p[QUERY_STEP / 2], ds[QUERY_STEP / 2];
   uint32_t p_operand[QUERY_STEP / 4], ds_operand[QUERY_STEP / 4];
   barrier_wait(shared_address(&shared.q_full[STAGE]), parity);
-  load_stats(p, shared.stats[STAGE][0]);
+  load_stats(p, shared.stats[STAGE], 0);
   const Note& note = shared.notes[n % NUM_NOTES];
   if (!note.is_full) mask_keys(p, shared, problem.key_shift, group, note.first_row, STAGE);
-  load_stats(ds, shared.stats[STAGE][1]);
+  load_stats(ds, shared.stats[STAGE], 1);
   hold(p);
   hold(ds);
   mma_fence();
-  issue_logits(p, shared.k, shared.q[STAGE]);
+  issue_logits<HEAD_DIM>(p, shared.k, shared.q[STAGE]);
   barrier_wait(shared_address(&shared.dout_full[STAGE]), parity);
   mma_fence();
-  issue_logits(ds, shared.v, shared.dout[STAGE]);
+  issue_logits<VALUE_DIM>(ds, shared.v, shared.dout[STAGE]);
   mma_wait<1>();
   hold(p);
 #pragma unroll
@@ -146,9 +166,7 @@ DEVICE void Consumer::step() {
   float dq[DQ_VALUES];
   if (!IS_FIRST) {
     wait_ds(STAGE ^ 1);
-    hold(dq);
-    mma_fence();
-    issue_dq(dq, STAGE ^ 1);
+    issue_dq(dq, group, STAGE ^ 1);
     mma_wait<1>();
   } else {
     mma_wait<0>();
@@ -163,11 +181,7 @@ DEVICE void Consumer::step() {
   release(shared_address(&shared.q_empty[STAGE]));
   release(shared_address(&shared.dout_empty[STAGE]));
 #if WITH_DQ
-  if (!IS_FIRST) {
-    mma_wait<0>();
-    hold(dq);
-    store_dq(dq, STAGE ^ 1);
-  }
+  if (!IS_FIRST) finish_dq<STAGE ^ 1>(dq);
 #endif
   ++n;
 }
@@ -175,7 +189,9 @@ DEVICE void Consumer::step() {
 // All steps of a piece. Two stages in turn, each with its own code: the addresses are constants.
 DEVICE void Consumer::sweep() {
 #pragma unroll
-  for (int i = 0; i < HEAD_DIM / 2; ++i) dk[i] = dv[i] = 0.0f;
+  for (int i = 0; i < HEAD_DIM / 2; ++i) dk[i] = 0.0f;
+#pragma unroll
+  for (int i = 0; i < VALUE_DIM / 2; ++i) dv[i] = 0.0f;
   if (n % 2 == 0) {
     step<0, true>();
   } else {

@@ -8,8 +8,8 @@
 #include "tile.cuh"
 
 constexpr int FINISH_THREADS = 256;
-constexpr int DQ_COLUMNS = FINISH_DIM == 128 ? QUERY_STEP : QUERY_STEP / 2;
-constexpr int PITCH = FINISH_DIM + 4;  // of a row in shared memory: no two lanes share a bank
+constexpr int FINISH_KEYS = 16;  // of a cut key tile that a block finishes (cuda_specs.py)
+constexpr int PITCH = SLAB + 4;  // of a row in shared memory: no two lanes share a bank
 
 // Rows of 8 values: four times two 16-bit ones, or 32 bytes of fp32.
 DEVICE void store_eight(uint8_t* rows, int64_t element, const float* values, float factor) {
@@ -24,38 +24,36 @@ DEVICE void store_eight(uint8_t* rows, int64_t element, const float* values, flo
 #endif
 }
 
-// Grid: query tiles, heads, parts of FINISH_DIM dimensions (cuda_specs.py). `dq_rows` is
-// [num_queries, num_heads, HEAD_DIM].
+// Grid: blocks of rows, heads times slabs of dimensions. `dq` is [slabs, num_heads, num_rows, SLAB]
+// and `dq_rows` [num_queries, num_heads, HEAD_DIM]. The last heads, which the backward has left in
+// the cache, come first.
 extern "C" __global__ void __launch_bounds__(FINISH_THREADS)
     tree_attention_backward_finish_queries(const float* dq, uint8_t* dq_rows, int num_queries,
-                                           float scale) {
-  __shared__ float rows[QUERY_STEP * PITCH];
-  const int tile = blockIdx.x, head = blockIdx.y, num_heads = gridDim.y;
-  const float4* fragments = reinterpret_cast<const float4*>(
-      dq + (int64_t(head) * gridDim.x + tile) * (QUERY_STEP * HEAD_DIM) +
-      blockIdx.z * (QUERY_STEP * FINISH_DIM));
-  const int group = threadIdx.x / WARPGROUP;
-  const int thread = threadIdx.x % WARPGROUP;
-  const int row =
-      (FINISH_DIM == 128 ? CONSUMER_ROWS * group : 0) + thread / 32 * 16 + thread % 32 / 4;
-  const int first_query = (FINISH_DIM == 128 ? 0 : DQ_COLUMNS * group) + 2 * (thread % 4);
+                                           int num_rows, float scale) {
+  __shared__ float rows[ROW_BLOCK * PITCH];
+  constexpr int NUM_SLABS = HEAD_DIM / SLAB;
+  const int slab = blockIdx.y % NUM_SLABS, num_heads = gridDim.y / NUM_SLABS;
+  const int head = num_heads - 1 - blockIdx.y / NUM_SLABS, first_row = blockIdx.x * ROW_BLOCK;
+  const int64_t row_of_slab = int64_t(slab * num_heads + head) * num_rows + first_row;
+  const float4* fragments = reinterpret_cast<const float4*>(dq + row_of_slab * SLAB);
 #pragma unroll
-  for (int i = 0; i < DQ_COLUMNS / 8; ++i) {
-    const float4 value = fragments[(group * (DQ_COLUMNS / 8) + i) * WARPGROUP + thread];
-    float* line = rows + (first_query + 8 * i) * PITCH + row;
+  for (int i = threadIdx.x; i < ROW_BLOCK * SLAB / 4; i += FINISH_THREADS) {
+    const float4 value = fragments[i];
+    const int thread = i % WARPGROUP;  // of the eight queries of i / WARPGROUP
+    float* line = rows + (i / WARPGROUP * 8 + 2 * (thread % 4)) * PITCH + thread / 32 * 16 +
+                  thread % 32 / 4;
     line[0] = value.x;
     line[PITCH] = value.y;
     line[8] = value.z;
     line[PITCH + 8] = value.w;
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < QUERY_STEP * FINISH_DIM / 8; i += FINISH_THREADS) {
-    const int query = i / (FINISH_DIM / 8), chunk = i % (FINISH_DIM / 8);
-    const int q = tile * QUERY_STEP + query;
+  for (int i = threadIdx.x; i < ROW_BLOCK * SLAB / 8; i += FINISH_THREADS) {
+    const int row = i / (SLAB / 8), chunk = i % (SLAB / 8);
+    const int64_t q = first_row + row;
     if (q < num_queries) {
-      const int64_t element =
-          (int64_t(q) * num_heads + head) * HEAD_DIM + blockIdx.z * FINISH_DIM + 8 * chunk;
-      store_eight(dq_rows, element, rows + query * PITCH + 8 * chunk, scale);
+      store_eight(dq_rows, (q * num_heads + head) * HEAD_DIM + slab * SLAB + 8 * chunk,
+                  rows + row * PITCH + 8 * chunk, scale);
     }
   }
 }
@@ -65,7 +63,8 @@ struct SplitTile {
   int key_tile, first_slot, num_slots, unused;
 };
 
-// Grid: cut key tiles, kv heads, {dK, dV}. `slots` is [num_kv_heads, num_slots, SLOT_VALUES].
+// Grid: cut key tiles, kv heads, {dK, dV} of each FINISH_KEYS of a tile's keys. `slots` is
+// [num_kv_heads, num_slots, SLOT_VALUES].
 extern "C" __global__ void __launch_bounds__(FINISH_THREADS)
     tree_attention_backward_finish_keys(const SplitTile* tiles, const float* slots, uint8_t* dk,
                                         uint8_t* dv, int64_t dk_row, int64_t dk_head,
@@ -73,7 +72,8 @@ extern "C" __global__ void __launch_bounds__(FINISH_THREADS)
                                         int num_keys) {
   const SplitTile split = tiles[blockIdx.x];
   const int kv_head = blockIdx.y;
-  const bool is_dv = blockIdx.z == 1;
+  const bool is_dv = blockIdx.z % 2 == 1;
+  const int first_row = blockIdx.z / 2 * FINISH_KEYS;
   uint8_t* out = is_dv ? dv : dk;
   const int64_t row_stride = is_dv ? dv_row : dk_row;
   const int64_t head_stride = is_dv ? dv_head : dk_head;
@@ -81,8 +81,8 @@ extern "C" __global__ void __launch_bounds__(FINISH_THREADS)
   const float* first = slots +
                        (int64_t(kv_head) * num_slots + split.first_slot) * SLOT_VALUES +
                        (is_dv ? TILE * HEAD_DIM : 0);
-  for (int i = threadIdx.x; i < TILE * dim / 2; i += FINISH_THREADS) {
-    const int row = i / (dim / 2), column = i % (dim / 2) * 2;
+  for (int i = threadIdx.x; i < FINISH_KEYS * dim / 2; i += FINISH_THREADS) {
+    const int row = first_row + i / (dim / 2), column = i % (dim / 2) * 2;
     const int64_t key = split.key_tile * TILE + row;
     if (key >= num_keys) break;
     float2 sum = {0.0f, 0.0f};

@@ -47,9 +47,9 @@ struct Problem {
   const int* end;
   const int* start;  // WINDOW only
   int* counter;
-  const float* stats;  // [num_heads, num_stats_tiles, 2 * QUERY_STEP]
+  const float* stats;  // [num_heads, num_rows / 8, 2, 8]
   float* dq;           // [num_queries, num_heads, HEAD_DIM], PARTIAL only
-  int num_items, num_heads, heads_per_kv_head, num_queries, num_stats_tiles, key_shift;
+  int num_items, num_heads, heads_per_kv_head, num_queries, num_rows, key_shift;
   float scale, scale_log2;
 };
 
@@ -116,10 +116,10 @@ struct Consumer {
       minus_lse[h] = NEGATIVE_INFINITY;
       minus_delta[h] = 0.0f;
       if (row < problem.num_queries) {
-        const int64_t tile = int64_t(head) * problem.num_stats_tiles + row / QUERY_STEP;
-        const float* stats = problem.stats + tile * (2 * QUERY_STEP) + row % QUERY_STEP;
+        const int64_t index = int64_t(head) * problem.num_rows + row;
+        const float* stats = problem.stats + index / 8 * 16 + index % 8;
         minus_lse[h] = stats[0];
-        minus_delta[h] = stats[QUERY_STEP];
+        minus_delta[h] = stats[8];
       }
     }
   }

@@ -3,12 +3,13 @@
 
 #include "backward_types.cuh"
 
-// Begins the accumulators of S^T or dP^T.
-DEVICE void load_stats(float (&d)[QUERY_STEP / 2], const float* stats) {
-  const float2* stats_of_column = reinterpret_cast<const float2*>(stats) + thread_in_group() % 4;
+// Begins the accumulators of S^T (0) or dP^T (1).
+DEVICE void load_stats(float (&d)[QUERY_STEP / 2], const float (&stats)[QUERY_STEP / 8][2][8],
+                       int which) {
+  const uint32_t column = 2 * (thread_in_group() % 4);
 #pragma unroll
   for (int i = 0; i < QUERY_STEP / 8; ++i) {
-    const float2 value = stats_of_column[4 * i];
+    const float2 value = *reinterpret_cast<const float2*>(&stats[i][which][column]);
     d[4 * i] = d[4 * i + 2] = value.x;
     d[4 * i + 1] = d[4 * i + 3] = value.y;
   }

@@ -3,9 +3,9 @@
 
 #include "tile.cuh"
 
-// A CTA has KEYS keys (cuda_specs.py). Of a whole tile each consumer holds dK and dV of 64 keys.
-// Gradients of more than 128 dimensions leave registers for half of one: then one consumer holds
-// dV, the other dK (backward_wide.cuh).
+// A CTA has KEYS keys, and a step QUERY_STEP queries (cuda_specs.py). Of a whole tile each consumer
+// holds dK and dV of 64 keys. With 256 dimensions there are registers for half of one: then one
+// consumer holds dV, the other dK (backward_wide.cuh).
 #define IS_WIDE (KEYS < 128)
 constexpr int PARTS_OF_TILE = TILE / KEYS;
 constexpr int NUM_STAGES = 2;
@@ -23,15 +23,17 @@ constexpr uint32_t DOUT_BYTES = tile_bytes(QUERY_STEP, VALUE_DIM);
 #if WITH_DQ
 // dQ^T of one step: with 64 dimensions each consumer has half of the queries, else it has 64
 // dimensions of all queries at a time.
+constexpr int NUM_SLABS = HEAD_DIM / SLAB;
 constexpr int DQ_COLUMNS = HEAD_DIM == 64 ? QUERY_STEP / 2 : QUERY_STEP;
 constexpr int DQ_VALUES = DQ_COLUMNS / 2;  // accumulators of a thread
 constexpr int DQ_BYTES = DQ_VALUES * WARPGROUP * sizeof(float);
-constexpr int DQ_TILE_VALUES = QUERY_STEP * HEAD_DIM;
+// Three times 64 dimensions are one for each consumer, and the last for both in turn.
+constexpr bool HAS_THIRD_SLAB = !IS_WIDE && NUM_SLABS == 3;
+constexpr int NUM_DQ_BUFFERS = HAS_THIRD_SLAB ? 2 : 1;
 #endif
 // Of each query of a step: -lse / scale and -delta, with which the accumulators of S^T and dP^T
 // begin.
-constexpr int STATS_VALUES = 2 * QUERY_STEP;
-constexpr int STATS_BYTES = STATS_VALUES * sizeof(float);
+constexpr int STATS_BYTES = 2 * QUERY_STEP * sizeof(float);
 constexpr int NO_MORE = -1;
 // The steps of a CTA are counted through all of its pieces; step n uses stage n % 2 of every ring.
 // What the consumers and the adding warps read of a step stays longer than its tiles.
@@ -41,10 +43,10 @@ constexpr uint32_t PIECE_PARITY = 1u << 31;
 
 // What there is to know of a step.
 struct Note {
-  int stats_tile;  // head * num_query_tiles + query tile: index into `stats` and `dq`
-  int first_row;   // of the query tile
-  int is_full;     // every query attends every key
-  int is_last;     // of its piece
+  int head_row;   // head * num_rows + first_row: index into `stats` and `dq`
+  int first_row;  // of the queries
+  int is_full;    // every query attends every key
+  int is_last;    // of its piece
 };
 
 struct Problem {
@@ -52,12 +54,14 @@ struct Problem {
   const int* end;
   const int* start;  // WINDOW only
   int* counter;
-  const float* stats;  // [num_heads, num_query_tiles, STATS_VALUES]
-  float* dq;           // [num_heads, num_query_tiles, DQ_TILE_VALUES] in fragment order
+  const float* stats;  // [num_heads, num_rows / 8, 2, 8]
+  float* dq;           // [NUM_SLABS, num_heads, num_rows, SLAB], 8 rows in fragment order
   float* slots;        // [num_kv_heads, num_slots, SLOT_VALUES]
   void *dk, *dv;       // rows of a head; 16 bits, or fp32 where PARTIAL
   int64_t dk_row, dk_head, dv_row, dv_head;  // strides in elements
-  int num_pieces, num_slots, num_kv_heads, heads_per_kv_head, num_query_tiles, num_keys, key_shift;
+  int num_pieces, num_slots, num_kv_heads, heads_per_kv_head, num_rows, num_keys, key_shift;
+  int slab_rows;   // num_heads * num_rows
+  int tail_heads;  // kv heads at the end whose pieces come longest first, those of all together
   float scale, scale_log2;
 };
 
@@ -69,13 +73,13 @@ struct Shared {
 #if WITH_DQ
   alignas(1024) uint8_t ds[2][KEYS / 64 * STEP_HALF_BYTES];  // [query][key]: halves of 64 keys
 #if !IS_WIDE
-  alignas(128) uint8_t dq[NUM_CONSUMERS][DQ_BYTES];
+  alignas(128) uint8_t dq[NUM_CONSUMERS][NUM_DQ_BUFFERS][DQ_BYTES];
 #endif
 #endif
 #if IS_WIDE
   alignas(128) float p[QUERY_STEP * KEYS];  // as it lies in registers: four values of a thread
 #endif
-  alignas(128) float stats[NUM_STAGES][2][QUERY_STEP];
+  alignas(128) float stats[NUM_STAGES][QUERY_STEP / 8][2][8];
 #if WINDOW
   alignas(128) int start[NUM_STAGES][QUERY_STEP];  // first key that each query sees
 #endif

@@ -1,5 +1,5 @@
-// The backward's warpgroups that multiply, for gradients of more than 128 dimensions: both take the
-// same 64 keys. The first makes S^T and P, and holds dV; the second makes dP^T and dS, and holds
+// The backward's warpgroups that multiply, for gradients of 256 dimensions: both take the same 64
+// keys. The first makes S^T and P, and holds dV; the second makes dP^T and dS, and holds
 // dK. P goes from one to the other as it lies in registers, in fp32. dQ of a step is a step late
 // here too; the consumers share its dimensions, 64 at a time, and add them from registers.
 #pragma once
@@ -75,9 +75,8 @@ struct Consumer {
 // Adds dQ^T of the step before this one to global memory, as it lies in registers.
 template <Role ROLE>
 DEVICE void Consumer<ROLE>::add_dq(const float (&dq)[DQ_VALUES], int slab) const {
-  const int tile = shared.notes[(n - 1) % NUM_NOTES].stats_tile;
-  float* address = problem.dq + int64_t(tile) * DQ_TILE_VALUES + slab * (QUERY_STEP * 64) +
-                   thread_in_group() * 4;
+  const int64_t row = shared.notes[(n - 1) % NUM_NOTES].head_row + slab * problem.slab_rows;
+  float* address = problem.dq + row * SLAB + thread_in_group() * 4;
 #pragma unroll
   for (int i = 0; i < DQ_VALUES / 4; ++i) {
     reduce_add(address + i * WARPGROUP * 4, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
@@ -106,7 +105,7 @@ template <Role ROLE>
 template <int STAGE>
 DEVICE void Consumer<ROLE>::begin_p(float (&p)[QUERY_STEP / 2]) {
   barrier_wait(shared_address(&shared.q_full[STAGE]), n / NUM_STAGES % 2);
-  load_stats(p, shared.stats[STAGE][0]);
+  load_stats(p, shared.stats[STAGE], 0);
   const Note& note = shared.notes[n % NUM_NOTES];
   if (!note.is_full) mask_keys(p, shared, problem.key_shift, 0, note.first_row, STAGE);
   hold(p);
@@ -120,7 +119,7 @@ template <int STAGE>
 DEVICE void Consumer<ROLE>::begin_ds(float (&ds)[QUERY_STEP / 2]) {
   constexpr int DOUT_STAGE = STAGE % DOUT_STAGES;
   barrier_wait(shared_address(&shared.q_full[STAGE]), n / NUM_STAGES % 2);
-  load_stats(ds, shared.stats[STAGE][1]);
+  load_stats(ds, shared.stats[STAGE], 1);
   barrier_wait(shared_address(&shared.dout_full[DOUT_STAGE]), n / DOUT_STAGES % 2);
   hold(ds);
   mma_fence();

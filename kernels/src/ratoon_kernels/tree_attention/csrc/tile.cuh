@@ -20,7 +20,8 @@
 constexpr int SHARED_BYTES = 227 * 1024;  // of a block, as cuda_specs.py asks for
 constexpr int ROW_BYTES = 128;
 constexpr int TILE = 128;         // queries of a forward tile, keys of every tile
-constexpr int QUERY_STEP = 80;    // queries of a backward tile (schedule.py)
+constexpr int SLAB = 64;          // dimensions of a row of a tile in shared memory
+constexpr int ROW_BLOCK = 64;     // queries that a block prepares or finishes (cuda_specs.py)
 constexpr int WARPGROUP = 128;    // threads
 constexpr int NUM_CONSUMERS = 2;  // warpgroups that multiply, 64 rows each
 constexpr int CONSUMER_ROWS = 64;
@@ -37,7 +38,7 @@ struct ForwardItem {
   int query_tile, run_begin, run_end, num_key_tiles;
 };
 
-// One row of the backward's: a key tile and the query tiles that it sweeps in one go.
+// One row of the backward's: a key tile and the query rows that it sweeps in one go.
 struct BackwardPiece {
   int key_tile, query_begin, query_end, slot, full_begin, full_end;
   int longest;  // in row i, the index of the i-th longest piece

@@ -83,6 +83,44 @@ DEVICE void mma<40, MN_MAJOR, K_MAJOR>(float (&d)[20], uint32_t a, uint32_t b, i
 }
 
 template <>
+DEVICE void mma<48, K_MAJOR, K_MAJOR>(float (&d)[24], uint32_t a, uint32_t b, int accumulate) {
+  asm volatile(
+      "{.reg .pred p; .reg .b64 a, b; setp.ne.b32 p, %26, 0; "
+      "mov.b64 a, {%24, " DESCRIPTOR_HIGH "}; mov.b64 b, {%25, " DESCRIPTOR_HIGH
+      "}; "
+      "wgmma.mma_async.sync.aligned.m64n48k16.f32." ELEMENT "." ELEMENT
+      " {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23"
+      "}, a, b, p, 1, 1, 0, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
+      : "r"(a), "r"(b), "r"(accumulate)
+      : "memory");
+}
+
+template <>
+DEVICE void mma<48, MN_MAJOR, K_MAJOR>(float (&d)[24], uint32_t a, uint32_t b, int accumulate) {
+  asm volatile(
+      "{.reg .pred p; .reg .b64 a, b; setp.ne.b32 p, %26, 0; "
+      "mov.b64 a, {%24, " DESCRIPTOR_HIGH "}; mov.b64 b, {%25, " DESCRIPTOR_HIGH
+      "}; "
+      "wgmma.mma_async.sync.aligned.m64n48k16.f32." ELEMENT "." ELEMENT
+      " {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23"
+      "}, a, b, p, 1, 1, 1, 0;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
+      : "r"(a), "r"(b), "r"(accumulate)
+      : "memory");
+}
+
+template <>
 DEVICE void mma<64, MN_MAJOR>(float (&d)[32], const uint32_t* a, uint32_t b, int accumulate) {
   asm volatile(
       "{.reg .pred p; .reg .b64 b; setp.ne.b32 p, %37, 0; "
