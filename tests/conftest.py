@@ -169,7 +169,7 @@ def ray_cluster() -> Iterator[RayCluster]:
     temp_dir = tempfile.mkdtemp(prefix="rt-", dir="/tmp")
     local = LocalRay(num_cpus=2, object_store_bytes=100 * 2**20, temp_folder=temp_dir)
     ray.init(address=local.address, namespace="ratoon", log_to_driver=False)
-    local.start_forks()
+    local.open_forks()
     yield RayCluster(namespace="ratoon", address=local.address)
     ray.shutdown()
     local.end(is_orderly=True)

@@ -30,8 +30,8 @@ SHARED_CLUSTER = (
     *(
         f"tests/engine/test_{name}.py"
         for name in (
-            *("creation_faults", "engine_ray", "placement", "ranks_ray", "ray_calls"),
-            "ray_private",
+            *("creation_faults", "engine_ray", "placement", "ranks_memory", "ranks_ray"),
+            *("ray_calls", "ray_private"),
         )
     ),
 )
@@ -40,7 +40,7 @@ FORKED_RANKS = tuple(
     for name in (
         *("distillation", "load_balance", "muon", "nodes", "only_backward", "ranks"),
         *("ranks_dropped", "ranks_lost", "route_replay", "router_reports", "sampling_masks"),
-        *("sequence_ranks", "value_loss"),
+        *("sequence_ranks", "value_loss", "warm_up"),
     )
 )
 RECORDED_LIFE = tuple(f"tests/durability/test_{name}.py" for name in ("power_cut", "torn_files"))

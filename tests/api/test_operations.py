@@ -116,7 +116,7 @@ async def test_a_bad_rollout_costs_the_call_or_itself(api: Api, wire_name: str, 
     submission, *_ = api.engine.log
     assert isinstance(submission.command, UpdateCommand | ForwardBackwardCommand)
     assert submission.command.on_bad_rollout is BadRolloutAction.DROP
-    batch = batch_from_bytes(submission.body)
+    batch = batch_from_bytes(bytes(submission.body))
     assert batch.group_ids == ("group-0", "group-1")
     assert batch.num_sequences == 3
     assert bad_rollouts(batch) == (

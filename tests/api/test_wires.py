@@ -130,7 +130,7 @@ async def test_update_reaches_the_engine_complete(api: Api, wire_name: str) -> N
     assert command.optim.tensor_grad_norms
     assert command.optim.divide_by is None
     assert command.expected_version == 0
-    batch = batch_from_bytes(submission.body)
+    batch = batch_from_bytes(bytes(submission.body))
     assert batch.group_ids == ("group-0", "group-1")
     assert batch.prompt_tokens.tolist() == [1, 2, 3, 1, 2, 3]
     assert batch.response_tokens.tolist() == [4, 5, 6, 4, 6, 6]
@@ -297,7 +297,7 @@ async def test_segments_train_what_they_say(api: Api, wire_name: str) -> None:
         await api.wire(wire_name).call("Update", request)
     request.loss.allow_truncated_sampling = True
     await api.wire(wire_name).call("Update", request)
-    batch = batch_from_bytes(api.engine.log[0].body)
+    batch = batch_from_bytes(bytes(api.engine.log[0].body))
     assert batch.response_tokens.tolist() == [10, 11, 12, 13]
     assert batch.loss_mask.tolist() == [True, True, False, True]
     assert batch.advantages is not None
@@ -329,7 +329,7 @@ async def test_a_sampling_mask_is_taken_in_place_of_an_acknowledgement(
     await wire.call("Update", requests.update(batch=[requests.group("g", rollout)]))
     rollout.sampling_mask.CopyFrom(mask)
     await wire.call("Update", requests.update(batch=[requests.group("g", rollout)], seq=2))
-    untrained, whole = (batch_from_bytes(each.body) for each in api.engine.log)
+    untrained, whole = (batch_from_bytes(bytes(each.body)) for each in api.engine.log)
     assert untrained.loss_mask.tolist() == [False, True]
     assert untrained.outside_mask is not None
     assert untrained.outside_mask.tolist() == [True, False]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ratoon.cluster import worker_start
-from ratoon.cluster.worker_start import FORKED, start_server
+from ratoon.cluster.worker_start import FORKED, ForkServer
 
 # What a process of Ray would run: it tells what it was started with.
 _SCRIPT = """
@@ -43,9 +43,10 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(session: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with start_server(session) as started:
-        yield started
-        started.kill()
+    started = ForkServer()
+    started.listen(session)
+    yield started.process
+    started.end()
 
 
 def arguments(session: Path, **variables: str) -> list[str]:

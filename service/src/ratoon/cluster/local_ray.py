@@ -107,7 +107,7 @@ def _start_ray(config: RatoonConfig, options: dict[str, Any], shown: ShownLogs) 
         try:
             options |= {"logging_level": level}
             ray.init(address=local.address, log_to_driver=False, **options)
-            local.start_forks()
+            local.open_forks()
         except BaseException:
             leave_ray()
             raise

@@ -11,7 +11,6 @@ what `tests/engine/test_ray_private.py` checks; if it does not, this is the modu
 from __future__ import annotations
 
 import logging
-import subprocess  # nosec B404
 import sys
 import time
 from collections.abc import Generator
@@ -87,6 +86,16 @@ class LocalRay:
 
     def __init__(self, *, num_cpus: int, object_store_bytes: int, temp_folder: str) -> None:
         """Ray requires the token that the environment names, unless token auth is off there."""
+        # Workers are forks of this process, whose imports take longer than Ray's start. On macOS
+        # they are none.
+        self._forks = worker_start.ForkServer() if sys.platform == "linux" else None
+        try:
+            self._node = self._start(num_cpus, object_store_bytes, temp_folder)
+        except BaseException:
+            self._end_forks()
+            raise
+
+    def _start(self, num_cpus: int, object_store_bytes: int, temp_folder: str) -> _Head:
         enable_token_auth_by_default()
         ensure_token_if_auth_enabled(_NO_REPORTS, create_token_if_missing=False)
         parameters = RayParams(
@@ -100,7 +109,7 @@ class LocalRay:
             no_monitor=True,
             _system_config=cast("Any", _NO_REPORTS | _AS_NICE_AS_THIS),  # Declared as texts.
         )
-        self._node = _Head(
+        return _Head(
             parameters,
             head=True,
             # True would install a SIGTERM handler.
@@ -108,12 +117,11 @@ class LocalRay:
             spawn_reaper=True,
             ray_init_cluster=True,
         )
-        self._forks: subprocess.Popen[bytes] | None = None
 
-    def start_forks(self) -> None:
-        """Start the server of which workers are forks. On macOS they are none."""
-        if sys.platform == "linux":
-            self._forks = worker_start.start_server(self.session_folder)
+    def open_forks(self) -> None:
+        """Let workers be forks, once this process has connected to Ray."""
+        if self._forks is not None:
+            self._forks.listen(self.session_folder)
 
     @property
     def address(self) -> str:
@@ -132,9 +140,11 @@ class LocalRay:
     def end(self, *, is_orderly: bool) -> None:
         """End Ray's processes, and with them all workers. `is_orderly`: ask them to stop first."""
         self._node.kill_all_processes(check_alive=False, allow_graceful=is_orderly)
+        self._end_forks()
+
+    def _end_forks(self) -> None:
         if self._forks is not None:
-            with self._forks:
-                self._forks.kill()
+            self._forks.end()
 
 
 class _Head(Node):

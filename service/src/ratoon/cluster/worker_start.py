@@ -24,7 +24,7 @@ import subprocess  # nosec B404
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 FORKED = "RATOONFORKED"
 # With a workspace of this size cuBLAS is reproducible, and deterministic torch requires it.
@@ -44,27 +44,44 @@ _TRAINER = "ratoon.train.trainer"
 _SERVE = "--serve"
 _CONTEXT, _LANGUAGE = "--serialized-runtime-env-context=", "--language="
 _TAKEN = b"taken"
+_LISTENS = b"!"
 _MOST_BYTES = 2**20
 _CUDA = "/dev/nvidia-uvm"
 _OOM_SCORE = Path("/proc/self/oom_score_adj")
 
 
-def start_server(session_folder: Path) -> subprocess.Popen[bytes]:
-    """Start the fork server of the Ray with this session folder. It answers once it has torch."""
-    # OpenBLAS has threads otherwise.
-    alone = {"OPENBLAS_NUM_THREADS": "1", **GPU_ENVIRONMENT}
-    with _socket() as listener:
-        address = _address(session_folder)
-        listener.bind(address)
-        Path(address).chmod(0o600)
-        listener.listen()
-        number = listener.fileno()
-        return subprocess.Popen(  # nosec B603
+class ForkServer:
+    """The server's process, which imports from here on: a Ray may start meanwhile."""
+
+    def __init__(self) -> None:
+        # OpenBLAS has threads otherwise.
+        alone = {"OPENBLAS_NUM_THREADS": "1", **GPU_ENVIRONMENT}
+        self._listener = _socket()
+        number = self._listener.fileno()
+        self.process = subprocess.Popen(  # nosec B603
             [sys.executable, "-P", "-m", __name__, _SERVE, str(number)],
             stdin=subprocess.PIPE,
             env=os.environ | alone,
             pass_fds=[number],
         )
+
+    def listen(self, session_folder: Path) -> None:
+        """Have it asked by the processes of the Ray with this session folder. It answers once it
+        has torch."""
+        address = _address(session_folder)
+        with self._listener as listener:
+            listener.bind(address)
+            Path(address).chmod(0o600)
+            listener.listen()
+        # Where it has ended, processes start as Ray starts them.
+        with suppress(BrokenPipeError):
+            os.write(cast("Any", self.process.stdin).fileno(), _LISTENS)
+
+    def end(self) -> None:
+        """End the process; its forks stay."""
+        self._listener.close()
+        with self.process as process:
+            process.kill()
 
 
 def launch(arguments: list[str]) -> None:
@@ -115,6 +132,8 @@ def serve(listener: socket.socket) -> None:
     num_threads = len(list(Path("/proc/self/task").iterdir()))
     if num_threads > 1 or "ray" in sys.modules or _has_begun_cuda():
         sys.exit(f"fork server: {num_threads} threads, expected one, no Ray and no CUDA")
+    if not os.read(sys.stdin.fileno(), len(_LISTENS)):
+        sys.exit()
     while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
         with listener.accept()[0] as launcher, suppress(ConnectionError):
             message, descriptors, _, _ = socket.recv_fds(launcher, _MOST_BYTES, 3)
